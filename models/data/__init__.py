@@ -1,0 +1,1 @@
+"""Data sources of the built-in models."""
