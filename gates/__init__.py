@@ -1,1 +1,52 @@
-"""narrowgate.gates."""
+"""Gates: train baseline and candidate as pairs, decide by stated statistics, report what was measured."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..models.prediction import Prediction
+    from .decide import Decision, Gate, Reason, decide
+    from .measurements import Measurements
+    from .policy import Policy, load_policy
+    from .report import Report
+    from .task import Task, load_task
+
+__all__ = [
+    "Decision",
+    "Gate",
+    "Measurements",
+    "Policy",
+    "Prediction",
+    "Reason",
+    "Report",
+    "Task",
+    "decide",
+    "load_policy",
+    "load_task",
+]
+
+_HOME = {
+    "Decision": ".decide",
+    "Gate": ".decide",
+    "Measurements": ".measurements",
+    "Policy": ".policy",
+    "Prediction": "..models.prediction",
+    "Reason": ".decide",
+    "Report": ".report",
+    "Task": ".task",
+    "decide": ".decide",
+    "load_policy": ".policy",
+    "load_task": ".task",
+}
+
+
+def __getattr__(name: str) -> object:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(home, __name__), name)
+    # The submodule `decide` shares its name with the function: importing it would hide the function otherwise.
+    globals()[name] = value
+    return value
