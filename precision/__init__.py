@@ -9,18 +9,27 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .capability import NAMED_DEVICES, Device, Support, current_device, gemm_support, named_device
     from .config import OPERANDS, PATHS, GemmConfig, LinearConfig
+    from .delayed import AmaxHistory, roll
     from .errors import NarrowgateError, NotBuiltError, SpecError
     from .formats import FORMATS, ElementFormat, Format, get_format
+    from .linear import LowPrecisionLinear, lower_linear, restore_linear
+    from .metrics import TensorMetrics, mean_relative_error, measure, sqnr_db
     from .quantize import QuantizedTensor, quantize
     from .spec import Spec, as_spec
     from .stochastic import Shard, call_key, stream_key
 
 #: Public name -> the module that defines it.
 _HOMES = {
+    "NAMED_DEVICES": "capability", "Device": "capability", "Support": "capability",
+    "current_device": "capability", "gemm_support": "capability", "named_device": "capability",
     "FORMATS": "formats", "ElementFormat": "formats", "Format": "formats", "get_format": "formats",
+    "AmaxHistory": "delayed", "roll": "delayed",
     "GemmConfig": "config", "LinearConfig": "config", "OPERANDS": "config", "PATHS": "config",
     "NarrowgateError": "errors", "NotBuiltError": "errors", "SpecError": "errors",
+    "LowPrecisionLinear": "linear", "lower_linear": "linear", "restore_linear": "linear",
+    "TensorMetrics": "metrics", "mean_relative_error": "metrics", "measure": "metrics", "sqnr_db": "metrics",
     "QuantizedTensor": "quantize", "quantize": "quantize",
     "Shard": "stochastic", "call_key": "stochastic", "stream_key": "stochastic",
     "Spec": "spec", "as_spec": "spec",
@@ -28,22 +37,37 @@ _HOMES = {
 
 __all__ = [
     "FORMATS",
+    "NAMED_DEVICES",
     "OPERANDS",
     "PATHS",
+    "AmaxHistory",
+    "Device",
     "ElementFormat",
     "Format",
     "GemmConfig",
     "LinearConfig",
+    "LowPrecisionLinear",
     "NarrowgateError",
     "NotBuiltError",
     "QuantizedTensor",
     "Shard",
     "Spec",
     "SpecError",
+    "Support",
+    "TensorMetrics",
     "as_spec",
     "call_key",
+    "current_device",
+    "gemm_support",
     "get_format",
+    "lower_linear",
+    "mean_relative_error",
+    "measure",
+    "named_device",
     "quantize",
+    "restore_linear",
+    "roll",
+    "sqnr_db",
     "stream_key",
 ]
 

@@ -21,6 +21,7 @@ class SpecError(NarrowgateError):
     """
 
     def __init__(self, message: str, offset: int = 0) -> None:
+        """Keep the message and where in the expression it points."""
         super().__init__(message)
         self.offset = offset
 

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from .clipping import clip, clip_limit
+from .delayed import AmaxHistory
 from .errors import NarrowgateError
 from .grouping import Grouping, group
 from .hadamard import rotate, rotate_back
 from .packing import pack_fp4, unpack_fp4
-from .rounding import decode, encode, round_nearest, round_stochastic, torch_dtype
+from .rounding import decode, encode, overflow_threshold, round_nearest, round_stochastic, torch_dtype
 from .scaling import Scales, scale_values, scales_from_amax
 from .spec import Spec, as_spec
 from .stochastic import Shard
@@ -77,6 +78,7 @@ def quantize(
     random_bits: Tensor | None = None,
     shard: Shard | None = None,
     amax: Tensor | None = None,
+    history: AmaxHistory | None = None,
 ) -> QuantizedTensor:
     """Quantize ``x`` (any float dtype, any shape, any device) as ``spec`` says.
 
@@ -90,11 +92,13 @@ def quantize(
         seed: 64-bit key of the random bits of ``+sr`` (see :func:`narrowgate.precision.stochastic.call_key`).
         random_bits: the bits themselves instead, integers in [0, 2**16) in ``x``'s shape.
         shard: where ``x`` lies in the unsharded tensor; decides which random bits it draws.
-        amax: amax of the whole tensor (FP32, shape []) where ``x`` alone does not tell it: a delayed amax, or one
-            taken over all shards. For granularity ``tensor`` and for NVFP4's tensor level.
+        amax: amax of the whole tensor (FP32, shape []) where ``x`` alone does not tell it, as for a shard. For
+            granularity ``tensor`` and for NVFP4's tensor level.
+        history: the amax history of ``+delayed(n)``; without one the scale is dynamic, as in a first step.
 
     Raises:
-        NarrowgateError: ``dim`` is no axis of ``x``, ``+sr`` without bits, or an ``amax`` that the format cannot use.
+        NarrowgateError: ``dim`` is no axis of ``x``, ``+sr`` without bits, or an ``amax`` or ``history`` that the
+            format cannot use.
     """
     spec = as_spec(spec)
     if not x.is_floating_point():
@@ -108,8 +112,17 @@ def quantize(
         return QuantizedTensor(encode(rounded, element), None, None, spec, dim % max(x.dim(), 1), shape)
     groups = _grouping(spec, shape, dim)
     x = groups.split(prepare(x, spec, groups.dim))
-    scales = _scales(groups.amax(x), spec, amax)
+    own = groups.amax(x)
+    if history is not None:
+        if spec.delayed is None:
+            raise NarrowgateError(f"an amax history belongs to delayed(n), found '{spec}'")
+        amax = history.amax(own.view(()))
+        if history.recording:
+            history.record(own.view(()))
+    scales = _scales(own, spec, amax)
     x = x * scales.multiplier
+    if history is not None and history.recording:
+        history.saturated += (x.abs() > overflow_threshold(element)).sum()
     if bits is not None:
         data = encode(groups.join(round_stochastic(x, element, groups.split(bits))), element)
     elif torch_dtype(element) is not None:

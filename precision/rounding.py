@@ -12,6 +12,7 @@ range, and compilers contract multiply-add pairs.
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 from torch import Tensor
@@ -27,6 +28,11 @@ SR_BITS = 16
 def torch_dtype(fmt: ElementFormat) -> torch.dtype | None:
     """Return the torch dtype that stores one element of ``fmt``, or None where torch has none (FP6, FP4)."""
     return getattr(torch, fmt.torch_dtype) if fmt.torch_dtype is not None else None
+
+
+def overflow_threshold(fmt: ElementFormat) -> float:
+    """Return the magnitude past which a value saturates rather than rounds: the largest one and half a step more."""
+    return fmt.max + math.ldexp(0.5, fmt.max_exponent - fmt.mantissa_bits)
 
 
 def round_nearest(x: Tensor, fmt: ElementFormat) -> Tensor:

@@ -6,9 +6,11 @@ The grammar is the recipe language's (see docs/recipes.md); it lives here becaus
 
 from __future__ import annotations
 
+import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 from .errors import SpecError, did_you_mean
 from .formats import ALIASES, Format, get_format
@@ -49,6 +51,7 @@ class Spec:
     mx_scale: str | None = None
 
     def __post_init__(self) -> None:
+        """Fill in the format's defaults and check the fields against each other."""
         fmt = get_format(self.format)
         object.__setattr__(self, "format", fmt.name)
         if self.granularity is None and not fmt.high_precision:
@@ -84,7 +87,12 @@ class Spec:
         rows, columns = self.granularity.split("x")
         return int(rows), int(columns)
 
+    def replace(self, **changes: Any) -> Spec:
+        """Return a copy with some fields changed, checked anew."""
+        return replace(self, **changes)
+
     def __str__(self) -> str:
+        """Return the canonical expression: ``Spec.parse(str(spec)) == spec``."""
         fmt = self.fmt
         text = self.format
         if self.granularity is not None and self.granularity != f"1x{fmt.block}":
@@ -92,9 +100,9 @@ class Spec:
         if self.hadamard is not None:
             text += f"+hadamard({self.hadamard})"
         if self.clip_p is not None:
-            text += f"+clip(p={self.clip_p:g})"
+            text += f"+clip(p={_shortest(self.clip_p)})"
         if self.clip_rms is not None:
-            text += f"+clip(rms={self.clip_rms:g})"
+            text += f"+clip(rms={_shortest(self.clip_rms)})"
         if self.delayed is not None:
             text += f"+delayed({self.delayed})"
         if self.pow2:
@@ -109,6 +117,11 @@ class Spec:
 def as_spec(value: Spec | str) -> Spec:
     """Return ``value`` as a :class:`Spec`, parsing it where it is text."""
     return value if isinstance(value, Spec) else Spec.parse(value)
+
+
+def _shortest(value: float) -> str:
+    """The shortest decimal that parses to the same number."""
+    return repr(float(value)).removesuffix(".0")
 
 
 def _is_mx(fmt: Format) -> bool:
@@ -153,8 +166,8 @@ def _check(spec: Spec, fmt: Format) -> None:
             raise SpecError(f"delayed({spec.delayed}) needs granularity tensor, found '{spec.granularity}'")
     if spec.clip_p is not None and not 0 < spec.clip_p <= 100:
         raise SpecError(f"clip(p=..) is a percentile in (0, 100], found {spec.clip_p:g}")
-    if spec.clip_rms is not None and not spec.clip_rms > 0:
-        raise SpecError(f"clip(rms=..) needs a positive multiple, found {spec.clip_rms:g}")
+    if spec.clip_rms is not None and not 0 < spec.clip_rms < math.inf:
+        raise SpecError(f"clip(rms=..) needs a positive, finite multiple, found {spec.clip_rms:g}")
     if spec.clip_p is not None and spec.clip_rms is not None:
         raise SpecError("clip stands twice: by percentile and by RMS")
     if spec.hadamard is not None and spec.hadamard not in _HADAMARD_SIZES:

@@ -58,7 +58,7 @@ def call_key(
     """
     word = _wrap((step << 32) | ((micro_batch & 0xFFFF) << 16) | (call & 0xFFFF))
     # The finalizer of SplitMix64 (Steele et al., OOPSLA 2014): a bijection in which each bit moves half of the others.
-    z = _wrap((key ^ word) + 0x9E37_79B9_7F4A_7C15 - (1 << 64))
+    z = _wrap((key ^ word) + (0x9E37_79B9_7F4A_7C15 - (1 << 64)))
     z = _wrap((z ^ _shift(z, 30)) * (0xBF58_476D_1CE4_E5B9 - (1 << 64)))
     z = _wrap((z ^ _shift(z, 27)) * (0x94D0_49BB_1331_11EB - (1 << 64)))
     return z ^ _shift(z, 31)

@@ -1,0 +1,100 @@
+"""Delayed scaling: the scale comes from the largest amax of the last n optimizer steps, not from this tensor.
+
+A kernel can then cast in one pass, at the price of a scale that may be stale: a tensor that grew saturates for one
+step. That is counted, and as the amax of every step enters the history, the next step's scale covers it.
+
+The state is a few small tensors and every method is a tensor operation in place, so it works under torch.compile and
+in CUDA graphs. The contract with the caller:
+
+- pass the history to :func:`narrowgate.precision.quantize` on every forward and backward (``history=``);
+- call :func:`roll` once per optimizer step. All micro-batches of a step, and a recomputed forward, see the same
+  history, hence the same scale; their amaxes join in a maximum, so their order and repetition do not matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .errors import NarrowgateError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+#: ``pending`` of a step in which nothing was recorded.
+_NOTHING = -1.0
+
+
+class AmaxHistory:
+    """Amax history of one operand: the last ``length`` optimizer steps, newest first."""
+
+    def __init__(self, length: int, device: torch.device | str | None = None) -> None:
+        """Start an empty history of ``length`` steps on ``device``."""
+        assert length >= 1, length
+        #: FP32 [length]; zeros where no step was recorded yet.
+        self.history = torch.zeros(length, device=device)
+        #: FP32 []: largest amax since the last :func:`roll`; -1 if none.
+        self.pending = torch.full((), _NOTHING, device=device)
+        #: int64 []: elements that saturated since the counter was last set to zero.
+        self.saturated = torch.zeros((), dtype=torch.int64, device=device)
+        #: False in evaluation: the history is used and left as it is.
+        self.recording = True
+
+    def amax(self, current: Tensor) -> Tensor:
+        """Return the amax to scale by: the history's largest, or ``current`` (FP32, []) while it holds none."""
+        largest = self.history.amax()
+        return torch.where(largest > 0, largest, current)
+
+    def record(self, current: Tensor) -> None:
+        """Note this tensor's amax (FP32, []); a non-finite one never enters."""
+        finite = torch.where(current < torch.inf, current, _NOTHING)
+        self.pending.copy_(torch.maximum(self.pending, finite))
+
+    def to(self, device: torch.device | str) -> AmaxHistory:
+        """Move the state to ``device`` in place and return it."""
+        self.history, self.pending = self.history.to(device), self.pending.to(device)
+        self.saturated = self.saturated.to(device)
+        return self
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return a copy of the state; resuming from it in the middle of an accumulated step is exact."""
+        return {name: getattr(self, name).clone() for name in ("history", "pending", "saturated")}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned.
+
+        Raises:
+            NarrowgateError: an entry is missing or the history has another length.
+        """
+        for name in ("history", "pending", "saturated"):
+            own, saved = getattr(self, name), state.get(name)
+            if saved is None:
+                raise NarrowgateError(f"amax history: '{name}' is missing, found {sorted(state)}")
+            if saved.shape != own.shape:
+                raise NarrowgateError(
+                    f"amax history: '{name}' has shape {tuple(saved.shape)}, expected {tuple(own.shape)}"
+                )
+            own.copy_(saved)
+
+
+def roll(histories: Sequence[AmaxHistory], group: ProcessGroup | None = None) -> None:
+    """Close an optimizer step: what was recorded since the last call becomes the newest entry of every history.
+
+    A history that recorded nothing, or only non-finite amaxes, keeps its entries.
+
+    Args:
+        histories: all histories of the model, on one device; with ``group``, in the same order on every rank.
+        group: data-parallel group over which the amaxes are joined (one all-reduce for all histories).
+    """
+    if not histories:
+        return
+    pending = torch.stack([history.pending for history in histories])
+    if group is not None:
+        torch.distributed.all_reduce(pending, torch.distributed.ReduceOp.MAX, group)
+    for history, newest in zip(histories, pending.unbind(), strict=True):
+        rolled = torch.cat((newest.view(1), history.history[:-1]))
+        history.history.copy_(torch.where(newest >= 0, rolled, history.history))
+        history.pending.fill_(_NOTHING)
