@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ..models.prediction import Prediction
-    from .decide import Decision, Gate, Reason, decide
+    from .decision import Decision, Gate, Reason, decide
     from .measurements import Measurements
     from .policy import Policy, load_policy
     from .report import Report
@@ -28,15 +28,15 @@ __all__ = [
 ]
 
 _HOME = {
-    "Decision": ".decide",
-    "Gate": ".decide",
+    "Decision": ".decision",
+    "Gate": ".decision",
     "Measurements": ".measurements",
     "Policy": ".policy",
     "Prediction": "..models.prediction",
-    "Reason": ".decide",
+    "Reason": ".decision",
     "Report": ".report",
     "Task": ".task",
-    "decide": ".decide",
+    "decide": ".decision",
     "load_policy": ".policy",
     "load_task": ".task",
 }
@@ -47,6 +47,5 @@ def __getattr__(name: str) -> object:
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(home, __name__), name)
-    # The submodule `decide` shares its name with the function: importing it would hide the function otherwise.
     globals()[name] = value
     return value

@@ -1,0 +1,140 @@
+"""Judges of quality: ``ne`` and ``auc``, one gate a task, from paired seeds with a row interval beside them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from . import statistics
+from .judgement import Gate, Judgement, Levels, Reason, Status, percent
+from .measurements import Measurements, RowEstimate, TaskQuality
+from .policy import Policy
+
+
+@dataclass(frozen=True)
+class _Loss:
+    """A quality loss to be judged: positive is worse."""
+
+    gate: str
+    task: str
+    metric: str
+    margin: float
+    differences: list[float]
+    row: RowEstimate | None
+
+    def show(self, value: float) -> str:
+        return percent(value) if self.gate == "ne" else f"{value:+.6f}"
+
+
+def judge_ne(m: Measurements, task: str, policy: Policy, levels: Levels) -> Judgement:
+    """Judge the relative NE increase on one task against the policy's margin."""
+    pairs, faults = _pairs(m, task, "ne")
+    row = m.rows.ne.get(task) if m.rows else None
+    loss = _Loss(
+        "ne", task, "relative NE increase", policy.max_ne_increase, [c / b - 1 for b, c in pairs if b > 0], row
+    )
+    return _judge(loss, faults, len(m.seeds), policy, levels)
+
+
+def judge_auc(m: Measurements, task: str, policy: Policy, levels: Levels) -> Judgement:
+    """Judge the absolute AUC loss on one task against the policy's margin."""
+    pairs, faults = _pairs(m, task, "auc")
+    row = m.rows.auc.get(task) if m.rows else None
+    loss = _Loss("auc", task, "AUC loss", policy.max_auc_loss, [b - c for b, c in pairs], row)
+    return _judge(loss, faults, len(m.seeds), policy, levels)
+
+
+def _pairs(m: Measurements, task: str, metric: str) -> tuple[list[tuple[float, float]], list[tuple[int, str, bool]]]:
+    """Return the complete pairs (baseline, candidate), and (seed, why, candidate's own fault) of the others."""
+    pairs, faults = [], []
+    for seed in m.seeds:
+        arms: list[TaskQuality | None] = [seed.baseline.quality.get(task), seed.candidate.quality.get(task)]
+        values = [getattr(q, metric) if q is not None else None for q in arms]
+        if values[0] is not None and values[1] is not None:
+            pairs.append((values[0], values[1]))
+            continue
+        note = next((q.note for q, v in zip(arms, values, strict=True) if v is None and q and q.note), "not measured")
+        faults.append((seed.seed, note, values[0] is not None))
+    return pairs, faults
+
+
+def _judge(loss: _Loss, faults: list[tuple[int, str, bool]], seeds: int, policy: Policy, levels: Levels) -> Judgement:
+    n = len(loss.differences)
+    estimate = statistics.paired(loss.differences) if n >= 2 else None
+    measured = math.fsum(loss.differences) / n if n else None
+    low = estimate.lower(levels.reject) if estimate else None
+    high = estimate.upper(levels.accept) if estimate else None
+    accept_p = None
+
+    def result(status: Status, *reasons: tuple[str, str]) -> Judgement:
+        gate = Gate(
+            name="ne" if loss.gate == "ne" else "auc",
+            status=status,
+            task=loss.task,
+            metric=loss.metric,
+            measured=measured,
+            ci_low=low,
+            ci_high=high,
+            threshold=loss.margin,
+            direction="below",
+            sign_flip_p=statistics.sign_flip_p(loss.differences, loss.margin) if estimate else None,
+        )
+        told = tuple(Reason(code=code, text=text, gate=loss.gate, task=loss.task) for code, text in reasons)
+        return Judgement(gate, told, accept_p)
+
+    name = f"{loss.gate.upper()} on task {loss.task}"
+    own = [f"seed {seed}" for seed, _, candidate in faults if candidate]
+    if own:
+        note = next(note for _, note, candidate in faults if candidate)
+        return result("fail", ("candidate_not_evaluable", f"{name}: the candidate failed in {', '.join(own)}: {note}."))
+    if faults:
+        why = sorted({note for _, note, _ in faults})
+        text = f"{name} cannot be judged: {'; '.join(why)}. Bring held-out rows on which it exists."
+        return result("undecided", ("metric_undefined", text))
+    if estimate is None or n < policy.min_seeds:
+        text = f"{name}: {seeds} paired seed{'s' * (seeds != 1)} cannot decide; run at least {policy.min_seeds}."
+        return result("undecided", ("too_few_seeds", text))
+    bound = f"{loss.show(estimate.mean)} with bounds [{loss.show(low or 0)}, {loss.show(high or 0)}]"
+    against = f"margin {loss.show(loss.margin)}"
+    if loss.gate == "ne" and estimate.upper(levels.reject) < -policy.anomaly_factor * loss.margin:
+        text = (
+            f"{name} changed by {bound}: better by more than {policy.anomaly_factor:g} margins, which precision does"
+            " not explain. Look for a leak or a difference between the arms."
+        )
+        return result("undecided", ("anomaly", text))
+    if estimate.lower(levels.reject) > loss.margin:
+        return result("fail", (f"{loss.gate}_loss", f"{name} is worse by {bound}: past the {against}."))
+    if not estimate.upper(levels.accept) < loss.margin:
+        text = f"{name} changed by {bound}: the interval holds the {against}. {_more_seeds(loss, n, levels)}"
+        return result("undecided", (f"{loss.gate}_interval", text))
+    if loss.row is None:
+        text = f"{name} passes over seeds, but no row interval was measured beside it. Run the gate again."
+        return result("undecided", ("row_interval_missing", text))
+    row = loss.row.estimate()
+    if not row.upper(levels.accept) < loss.margin:
+        text = (
+            f"{name} passes over seeds, but with other held-out rows it could be {loss.show(row.upper(levels.accept))},"
+            f" at or past the {against}. {_more_rows(row, loss.margin, levels.accept)}"
+            if math.isfinite(row.error)
+            else f"{name} passes over seeds, but all held-out rows belong to one group. Hold out more groups."
+        )
+        return result("undecided", ("row_interval", text))
+    accept_p = max(estimate.p_below(loss.margin), row.p_below(loss.margin))
+    return result("pass")
+
+
+def _more_seeds(loss: _Loss, n: int, levels: Levels) -> str:
+    estimate = statistics.paired(loss.differences)
+    alpha = levels.accept if estimate.mean < loss.margin else levels.reject
+    needed = statistics.seeds_needed(estimate.mean, estimate.error * math.sqrt(n), loss.margin, alpha)
+    if needed is None:
+        return "The loss is so close to the margin that more seeds are unlikely to decide it."
+    return f"About {max(needed - n, 1)} more seeds would decide it."
+
+
+def _more_rows(row: statistics.Estimate, margin: float, alpha: float) -> str:
+    room = margin - row.mean
+    if room <= 0:
+        return "The rows as a whole show a loss at the margin; more rows are unlikely to decide it."
+    factor = ((row.upper(alpha) - row.mean) / room) ** 2
+    return f"About {max(factor, 1.1):.1f} times as many held-out rows would decide it."

@@ -1,0 +1,167 @@
+"""Judges of the run itself: ``step_time``, ``stability`` and ``memory``."""
+
+from __future__ import annotations
+
+import math
+
+from . import statistics
+from .judgement import Gate, Judgement, Levels, Reason, Status
+from .measurements import Measurements, SeedRun
+from .policy import Policy
+
+_SPEED_ABSENT = {
+    "no_gpu": (
+        "no_gpu",
+        "Speed could not be measured: this run had no GPU. Run the same command on a GPU that multiplies the recipe's"
+        " formats natively (`narrowgate doctor` says which it does).",
+    ),
+    "skipped": ("speed_not_measured", "Speed was not measured in this run. Run the gate again without skipping it."),
+}
+
+
+def judge_step_time(m: Measurements, policy: Policy, levels: Levels) -> Judgement:
+    """Judge the speedup of the whole step: its t interval over quartets, on the log ratio."""
+    step = m.step_time
+    device_time = host_time = None
+    if len(step.quartets) >= 2:
+        device_time = statistics.paired(
+            statistics.log_ratios([q.baseline_ms for q in step.quartets], [q.candidate_ms for q in step.quartets])
+        )
+        host_time = statistics.paired(
+            statistics.log_ratios(
+                [q.baseline_host_ms for q in step.quartets], [q.candidate_host_ms for q in step.quartets]
+            )
+        )
+    low = math.exp(device_time.lower(levels.accept)) if device_time else None
+    high = math.exp(device_time.upper(levels.reject)) if device_time else None
+
+    def result(status: Status, reason: tuple[str, str] | None = None, accept_p: float | None = None) -> Judgement:
+        gate = Gate(
+            name="step_time",
+            status=status,
+            metric="speedup",
+            measured=math.exp(device_time.mean) if device_time else None,
+            ci_low=low,
+            ci_high=high,
+            threshold=policy.min_speedup,
+            direction="above",
+        )
+        reasons = (Reason(code=reason[0], text=reason[1], gate="step_time"),) if reason else ()
+        return Judgement(gate, reasons, accept_p)
+
+    if step.status in _SPEED_ABSENT:
+        return result("undecided", _SPEED_ABSENT[step.status])
+    if m.emulated:
+        text = (
+            f"Speed was not judged: {m.device} emulates part of the recipe ({'; '.join(m.emulated)}), and an emulated"
+            " format's time says nothing. Run on a GPU that multiplies it natively (`narrowgate doctor` says which)."
+        )
+        return result("undecided", ("emulated", text))
+    if device_time is None or host_time is None or len(step.quartets) < policy.speed.min_quartets:
+        text = (
+            f"Speed: {len(step.quartets)} quartets cannot decide, {policy.speed.min_quartets} are needed."
+            " Raise the policy's speed.budget_seconds."
+        )
+        return result("undecided", ("too_few_quartets", text))
+    threshold = math.log(policy.min_speedup)
+    shown = f"{math.exp(device_time.mean):.4f}x [{low:.4f}, {high:.4f}]"
+    if device_time.upper(levels.reject) < threshold:
+        return result("fail", ("too_slow", f"The step's speedup is {shown}: below the {policy.min_speedup:g}x asked."))
+    if device_time.lower(levels.accept) < threshold:
+        text = f"The step's speedup is {shown}: the interval holds {policy.min_speedup:g}x. {_more_quartets(m, policy)}"
+        return result("undecided", ("speed_interval", text))
+    if host_time.lower(levels.accept) < threshold:
+        text = (
+            f"The step's speedup is {shown} by device events, but {math.exp(host_time.mean):.4f}x by the host's clock:"
+            " the host cannot feed the device. Fewer, larger kernels or CUDA graphs would decide it."
+        )
+        return result("undecided", ("clocks_disagree", text))
+    return result("pass", accept_p=max(device_time.p_above(threshold), host_time.p_above(threshold)))
+
+
+def _more_quartets(m: Measurements, policy: Policy) -> str:
+    ratios = statistics.log_ratios(
+        [q.baseline_ms for q in m.step_time.quartets], [q.candidate_ms for q in m.step_time.quartets]
+    )
+    spread, n = float(ratios.std(ddof=1)), len(ratios)
+    needed = statistics.seeds_needed(float(ratios.mean()), spread, math.log(policy.min_speedup), policy.alpha)
+    if needed is None or needed <= n:
+        return "It is so close that more measuring is unlikely to decide it."
+    return f"About {needed - n} more quartets would decide it: raise the policy's speed.budget_seconds."
+
+
+def judge_stability(m: Measurements, policy: Policy) -> Judgement:
+    """Judge training's stability: seeds in which the candidate was unstable, of which none is allowed."""
+    found = [(seed.seed, _instability(seed, policy)) for seed in m.seeds]
+    unstable = [(seed, why) for seed, why in found if why]
+    gate = Gate(
+        name="stability",
+        status="fail" if unstable else "pass" if m.seeds else "undecided",
+        metric="unstable seeds",
+        measured=float(len(unstable)),
+        ci_low=None,
+        ci_high=None,
+        threshold=0.0,
+        direction="below",
+    )
+    reasons = tuple(
+        Reason(code=code, text=f"In seed {seed} {text}.", gate="stability")
+        for seed, why in unstable
+        for code, text in [why[0]]
+    )
+    if not m.seeds:
+        reasons = (Reason(code="too_few_seeds", text="No seed was trained; run at least one.", gate="stability"),)
+    return Judgement(gate, reasons, 0.0 if gate.status == "pass" else None)
+
+
+def _instability(seed: SeedRun, policy: Policy) -> list[tuple[str, str]]:
+    """Return (code, clause) for everything unstable about the candidate, the most telling first."""
+    limits, own, base = policy.stability, seed.candidate.stability, seed.baseline.stability
+    found = []
+    if own.first_non_finite is not None:
+        what = "loss" if own.non_finite_losses else "gradient"
+        found.append(("non_finite", f"the candidate's {what} was not finite at step {own.first_non_finite}"))
+    first, last = seed.baseline.losses.last, seed.candidate.losses.last
+    if first is not None and last is not None and last > limits.divergence_ratio * first:
+        text = f"the candidate ended at a training loss of {last:.5f} where the baseline has {first:.5f}"
+        found.append(("diverged", text))
+    if own.spikes - base.spikes > limits.max_spikes:
+        text = (
+            f"the candidate's loss spiked at {own.spikes} steps (the baseline's at {base.spikes}),"
+            f" first at step {own.first_spike}"
+        )
+        found.append(("loss_spike", text))
+    for name, share, limit in (
+        ("saturation", own.saturation, limits.max_saturation),
+        ("underflow", own.underflow, limits.max_underflow),
+    ):
+        if share is not None and share > limit:
+            found.append((name, f"{name} reached {100 * share:.2f} % of a tensor (limit {100 * limit:g} %)"))
+    return found
+
+
+def judge_memory(m: Measurements, policy: Policy) -> Judgement:
+    """Judge peak memory: the larger seed of each arm, candidate over baseline."""
+    peaks = [(s.baseline.peak_memory, s.candidate.peak_memory) for s in m.seeds]
+    base = [b for b, c in peaks if b and c]
+    own = [c for b, c in peaks if b and c]
+    ratio = max(own) / max(base) if base else None
+    status: Status = "undecided" if ratio is None else "pass" if ratio <= policy.max_memory_ratio else "fail"
+    gate = Gate(
+        name="memory",
+        status=status,
+        metric="peak memory ratio",
+        measured=ratio,
+        ci_low=None,
+        ci_high=None,
+        threshold=policy.max_memory_ratio,
+        direction="below",
+    )
+    reasons: tuple[Reason, ...] = ()
+    if ratio is None:
+        text = "Peak memory could not be measured: this run had no GPU. Run the same command on a GPU."
+        reasons = (Reason(code="memory_not_measured", text=text, gate="memory"),)
+    elif status == "fail":
+        text = f"Peak memory is {ratio:.4f} times the baseline's; the policy allows {policy.max_memory_ratio:g}."
+        reasons = (Reason(code="memory", text=text, gate="memory"),)
+    return Judgement(gate, reasons, 0.0 if status == "pass" else None)

@@ -1,0 +1,158 @@
+"""Everything a gate run measured, raw enough to decide again (``gate --from report.json``) without a GPU."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from .statistics import Estimate
+
+Arm = Literal["baseline", "candidate"]
+
+
+class Record(BaseModel):
+    """A frozen record of the report; unknown fields are errors, and a value that is not finite never enters."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class TaskQuality(Record):
+    """One arm's held-out quality on one task; None where a value does not exist, with the reason in ``note``."""
+
+    #: Mean log loss in nats.
+    log_loss: float | None
+    #: Log loss over the entropy of the background rate.
+    ne: float | None
+    auc: float | None
+    #: Sum of predictions over sum of labels.
+    calibration: float | None
+    note: str | None = None
+
+
+class LossSummary(Record):
+    """The training loss of one arm and seed."""
+
+    #: Mean over the first and over the last tenth of the steps; None where one of them is not finite.
+    first: float | None
+    last: float | None
+    #: At most 100 points (step, mean loss since the point before; None where not finite).
+    curve: tuple[tuple[int, float | None], ...]
+
+
+class Stability(Record):
+    """What every training step was watched for. Steps count from 1."""
+
+    steps: int
+    non_finite_losses: int
+    non_finite_gradients: int
+    #: The first step with a non-finite loss or gradient. Training stops soon after it.
+    first_non_finite: int | None
+    #: Steps whose loss exceeds ``spike_factor`` times the median of the window before.
+    spikes: int
+    first_spike: int | None
+    #: Largest finite gradient norm.
+    max_gradient_norm: float | None
+    #: Largest share over all quantized tensors; None where nobody counted.
+    saturation: float | None = None
+    underflow: float | None = None
+
+
+class ArmRun(Record):
+    """One training of one arm."""
+
+    quality: dict[str, TaskQuality]
+    losses: LossSummary
+    stability: Stability
+    #: Allocator peak of training in bytes; None off the GPU.
+    peak_memory: int | None
+    seconds: float
+    #: Part of ``seconds`` spent before the first step's result: compilation on the first seed.
+    first_step_seconds: float
+
+
+class SeedRun(Record):
+    """A pair: both arms from the same initial weights, on the same batches, with the same dropout."""
+
+    seed: int
+    baseline: ArmRun
+    candidate: ArmRun
+
+
+class RowEstimate(Record):
+    """Ingredients of a row interval: a mean, its cluster-robust standard error (None: infinite) and its degrees."""
+
+    mean: float
+    error: float | None
+    df: int
+
+    def estimate(self) -> Estimate:
+        """Return it as an estimate with bounds."""
+        return Estimate(self.mean, math.inf if self.error is None else self.error, self.df)
+
+    @classmethod
+    def of(cls, estimate: Estimate) -> RowEstimate:
+        """Return ``estimate`` in a form that JSON can carry."""
+        finite = math.isfinite(estimate.error)
+        return cls(mean=estimate.mean, error=estimate.error if finite else None, df=int(estimate.df))
+
+
+class RowIntervals(Record):
+    """How far the differences would move with other held-out rows: per-row differences averaged over seeds."""
+
+    rows: int
+    #: Clusters that the rows fall into; equal to ``rows`` where the task names no groups.
+    clusters: int
+    #: Relative NE increase and AUC loss, by task; a task whose metric does not exist is absent.
+    ne: dict[str, RowEstimate]
+    auc: dict[str, RowEstimate]
+
+
+class Clocks(Record):
+    """The GPU's state at the end of a quartet, from NVML."""
+
+    sm_mhz: int
+    watts: float
+    celsius: int
+    #: Names of the reasons for which clocks were held down; empty at full clocks.
+    throttle: tuple[str, ...]
+
+
+class Quartet(Record):
+    """Four blocks of whole steps, baseline and candidate in the order given; median milliseconds a step."""
+
+    order: Literal["ABBA", "BAAB"]
+    #: By device events, two blocks an arm.
+    baseline_ms: tuple[float, float]
+    candidate_ms: tuple[float, float]
+    #: By the host's clock over each block.
+    baseline_host_ms: tuple[float, float]
+    candidate_host_ms: tuple[float, float]
+    clocks: Clocks | None = None
+
+
+class StepTime(Record):
+    """The step-time experiment, or why there was none."""
+
+    status: Literal["measured", "no_gpu", "emulated", "skipped"]
+    quartets: tuple[Quartet, ...] = ()
+    steps_per_block: int | None = None
+    #: Compilation and warm-up before the first quartet, both arms.
+    warmup_seconds: float | None = None
+    #: Why measuring stopped: the interval was tight enough, or the time budget ended.
+    stopped: str | None = None
+    #: Why clocks are absent, where they are.
+    clocks_note: str | None = None
+
+
+class Measurements(Record):
+    """All that :func:`narrowgate.gates.decision.decide` looks at."""
+
+    tasks: tuple[str, ...]
+    seeds: tuple[SeedRun, ...]
+    rows: RowIntervals | None
+    step_time: StepTime
+    device: str
+    #: Why paths of the recipe are emulated on this device; empty where all are native.
+    emulated: tuple[str, ...] = ()

@@ -1,0 +1,191 @@
+"""Policies: the margins and limits that a verdict is measured against, built in or read from YAML."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from ..precision.errors import NarrowgateError, did_you_mean
+from ..recipes.document import Node, parse_document
+from ..recipes.errors import Diagnostic, RecipeError, found
+
+
+def _percent(value: Any) -> Any:
+    if isinstance(value, str) and value.strip().endswith("%"):
+        try:
+            return float(value.strip()[:-1]) / 100
+        except ValueError:
+            raise ValueError(f"expected a percentage such as 0.05%, found '{value}'") from None
+    return value
+
+
+#: A share, written as a number (0.0005) or as a percentage ("0.05%").
+Share = Annotated[float, BeforeValidator(_percent)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class StabilityLimits(_Section):
+    """When a training counts as unstable."""
+
+    #: A step spikes where its loss exceeds this multiple of the median loss of the window before it.
+    spike_factor: float = Field(default=2.0, gt=1)
+    spike_window: int = Field(default=20, ge=5)
+    #: Spikes a seed that the candidate may have beyond the baseline's own.
+    max_spikes: int = Field(default=0, ge=0)
+    #: A candidate diverged where its last tenth's mean loss exceeds this multiple of the baseline's.
+    divergence_ratio: float = Field(default=1.1, gt=1)
+    #: Largest share of saturated elements, and of non-zero elements turned into zeros, of any quantized tensor.
+    max_saturation: Share = Field(default=0.01, ge=0, le=1)
+    max_underflow: Share = Field(default=0.5, ge=0, le=1)
+
+
+class SpeedPlan(_Section):
+    """How long step time is measured."""
+
+    min_quartets: int = Field(default=20, ge=3)
+    max_quartets: int = Field(default=100, ge=3)
+    steps_per_block: int = Field(default=10, ge=3)
+    #: Stop once the half-width of the interval on the log speedup is at most this.
+    half_width: Share = Field(default=0.005, gt=0)
+    budget_seconds: float = Field(default=120, gt=0)
+
+    @model_validator(mode="after")
+    def _ordered(self) -> SpeedPlan:
+        if self.max_quartets < self.min_quartets:
+            raise ValueError(f"max_quartets {self.max_quartets} is below min_quartets {self.min_quartets}")
+        return self
+
+
+class Policy(_Section):
+    """Margins, limits and sample sizes. Shares may be written as percentages."""
+
+    policy: str = Field(min_length=1)
+    description: str = ""
+    #: Largest relative increase of normalised entropy that is still no loss.
+    max_ne_increase: Share = Field(gt=0, lt=1)
+    #: Largest absolute loss of AUC that is still no loss.
+    max_auc_loss: float = Field(gt=0, lt=0.5)
+    #: Smallest speedup of the whole step worth having; 1 asks only for "not slower".
+    min_speedup: float = Field(default=1.05, ge=0.5, le=10)
+    #: Largest candidate over baseline peak memory.
+    max_memory_ratio: float = Field(default=1.1, gt=0)
+    #: Paired seeds trained, and the fewest that can decide quality.
+    seeds: int = Field(default=8, ge=1)
+    min_seeds: int = Field(default=5, ge=5)
+    #: Level of every one-sided bound.
+    alpha: Share = Field(default=0.05, gt=0, lt=0.5)
+    #: An NE improvement of more than this many margins is too good to be true.
+    anomaly_factor: float = Field(default=5, gt=1)
+    stability: StabilityLimits = StabilityLimits()
+    speed: SpeedPlan = SpeedPlan()
+
+
+#: What ships. Sources of the margins: Wukong (arXiv:2403.02545) and LoKA (arXiv:2605.10886) call 0.02 % significant
+#: for recommenders; 0.25 % is the band of language-model FP8 training (DeepSeek-V3).
+BUILTIN_POLICIES: dict[str, Policy] = {
+    policy.policy: policy
+    for policy in (
+        Policy(
+            policy="strict",
+            description="the bar that recommender papers call significant",
+            max_ne_increase=0.0002,
+            max_auc_loss=0.0002,
+            seeds=12,
+        ),
+        Policy(
+            policy="standard", description="the default for recommenders", max_ne_increase=0.0005, max_auc_loss=0.0005
+        ),
+        Policy(
+            policy="loose",
+            description="not recommender-grade: the band of language-model training",
+            max_ne_increase=0.0025,
+            max_auc_loss=0.0025,
+        ),
+    )
+}
+
+
+def load_policy(name_or_path: str | Path | Policy) -> Policy:
+    """Return a built-in policy by name, or one read from a YAML file.
+
+    A file holds the fields of :class:`Policy`; with ``extends: standard`` it changes only those it names.
+
+    Raises:
+        NarrowgateError: no such policy or file, or a file that does not hold a policy; the text names file, line,
+            column and field.
+    """
+    if isinstance(name_or_path, Policy):
+        return name_or_path
+    text = str(name_or_path)
+    if text in BUILTIN_POLICIES:
+        return BUILTIN_POLICIES[text]
+    path = Path(text)
+    if path.suffix not in (".yaml", ".yml") and not path.exists():
+        raise NarrowgateError(
+            f"unknown policy '{text}'{did_you_mean(text, BUILTIN_POLICIES)}"
+            f" (built in: {', '.join(BUILTIN_POLICIES)}; or the path of a YAML file)"
+        )
+    return _read(path)
+
+
+def _read(path: Path) -> Policy:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise NarrowgateError(f"{path}: cannot read the policy: {why}") from None
+    if not text.strip():
+        raise NarrowgateError(f"{path}: found an empty file, expected a policy")
+    root = parse_document(text, str(path))
+    data = root.plain()
+    if not isinstance(data, dict):
+        raise NarrowgateError(f"{path}:{root.line}:{root.column}: found {found(data)}, expected a mapping of fields")
+    base_name = data.pop("extends", None)
+    if base_name is not None:
+        data = _over(_base(base_name, root, path), data)
+    try:
+        return Policy.model_validate(data)
+    except ValidationError as error:
+        raise RecipeError(_diagnostic(fault, root, path) for fault in error.errors()) from None
+
+
+def _base(name: Any, root: Node, path: Path) -> dict[str, Any]:
+    if isinstance(name, str) and name in BUILTIN_POLICIES:
+        return BUILTIN_POLICIES[name].model_dump()
+    node = root.find(["extends"])
+    hint = did_you_mean(name, BUILTIN_POLICIES) if isinstance(name, str) else ""
+    message = f"found {found(name)}, expected a built-in policy ({', '.join(BUILTIN_POLICIES)}){hint}"
+    raise RecipeError(
+        [Diagnostic(file=str(path), line=node.line, column=node.column, field="extends", message=message)]
+    )
+
+
+def _over(base: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in data.items():
+        inherited = merged.get(key)
+        merged[key] = _over(inherited, value) if isinstance(inherited, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def _diagnostic(fault: Any, root: Node, path: Path) -> Diagnostic:
+    location = [part for part in fault["loc"] if isinstance(part, str | int)]
+    node = root.find(location)
+    line, column = root.key(location) or (node.line, node.column)
+    kind, field = fault["type"], ".".join(str(part) for part in location)
+    if kind == "extra_forbidden":
+        section = {"stability": StabilityLimits, "speed": SpeedPlan}.get(str(location[0]), Policy)
+        known = section.model_fields if len(location) > 1 else Policy.model_fields
+        message = f"unknown field{did_you_mean(str(location[-1]), known)} (known: {', '.join(known)})"
+    elif kind == "missing":
+        message = "the field is missing; write it, or extend a built-in policy (extends: standard)"
+    elif kind == "value_error":
+        message = str(fault["ctx"]["error"])
+    else:
+        message = f"found {found(fault['input'])}, expected {fault['msg'].removeprefix('Input should be ')}"
+    return Diagnostic(file=str(path), line=line, column=column, field=field, message=message)
