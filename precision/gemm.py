@@ -1,0 +1,135 @@
+"""Products of quantized operands: natively on matrix units, or emulated with the same codes and scales.
+
+A GEMM here is out [R, S] = first · secondᵀ: ``first`` holds R rows and ``second`` S rows, both contracted over the axis
+that they were quantized along. The hardware wants both operands contiguous along the contraction ("TN") and multiples
+of 16; operands that come otherwise are transposed and padded as codes, one byte an element.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .config import GemmConfig
+from .quantize import QuantizedTensor
+
+#: Both sides of an FP8 GEMM and its contraction are multiples of this many elements.
+_ALIGNMENT = 16
+
+
+def scaled_gemm(
+    first: QuantizedTensor, second: QuantizedTensor, gemm: GemmConfig, *, native: bool, out_dtype: torch.dtype
+) -> Tensor:
+    """Multiply two quantized matrices over their contraction axes.
+
+    Args:
+        first: 2-D, R rows across its contraction axis.
+        second: 2-D, S rows across its contraction axis, of the same contracted length.
+        gemm: the configuration that the operands were quantized by.
+        native: use the device's matrix units (see :func:`narrowgate.precision.capability.gemm_support`).
+        out_dtype: float32 or bfloat16.
+
+    Returns:
+        [R, S] of ``out_dtype``.
+    """
+    rows, columns = first.shape[1 - first.dim], second.shape[1 - second.dim]
+    if rows == 0 or columns == 0 or first.shape[first.dim] == 0:
+        return torch.zeros((rows, columns), dtype=out_dtype, device=first.data.device)
+    if native:
+        return _native(first, second, rows, columns, gemm.accumulate == "fast", out_dtype)
+    return _emulated(first, second, out_dtype)
+
+
+def dense_gemm(first: Tensor, second: Tensor, *, out_dtype: torch.dtype) -> Tensor:
+    """Multiply two unquantized matrices, [R, C] by [S, C] over C, accumulating in FP32: [R, S] of ``out_dtype``."""
+    dtype = torch.promote_types(first.dtype, second.dtype)
+    first, second = first.to(dtype), second.to(dtype)
+    if out_dtype == torch.float32 and dtype == torch.bfloat16 and first.is_cuda:
+        return torch.mm(first, second.t(), out_dtype=torch.float32)
+    return torch.mm(first, second.t()).to(out_dtype)
+
+
+def _native(
+    first: QuantizedTensor, second: QuantizedTensor, rows: int, columns: int, fast: bool, out_dtype: torch.dtype
+) -> Tensor:
+    a, b = _codes(first), _codes(second)
+    granularities = {first.spec.granularity, second.spec.granularity}
+    if granularities == {"tensor"}:
+        scale_a, scale_b = _scale(first), _scale(second)
+        recipe_a = recipe_b = F.ScalingType.TensorWise
+    elif granularities <= {"tensor", "row"}:
+        scale_a, scale_b = _row_scales(first, a.shape[0]).unsqueeze(1), _row_scales(second, b.shape[0]).unsqueeze(0)
+        recipe_a = recipe_b = F.ScalingType.RowWise
+    else:
+        scale_a, recipe_a = _block_scales(first, a.shape[0])
+        scale_b, recipe_b = _block_scales(second, b.shape[0])
+    product = F.scaled_mm(
+        a, b.t(), scale_a, recipe_a, scale_b, recipe_b, output_dtype=out_dtype, use_fast_accum=fast
+    )  # fmt: skip
+    return product if product.shape == (rows, columns) else product[:rows, :columns]
+
+
+def _scale(operand: QuantizedTensor) -> Tensor:
+    assert operand.scale is not None, operand.spec
+    return operand.scale
+
+
+def _codes(operand: QuantizedTensor) -> Tensor:
+    """The FP8 codes as [rows, contraction], contiguous along the contraction, padded with zeros to multiples of 16."""
+    codes = operand.data if operand.dim == 1 else operand.data.t()
+    missing = [-size % _ALIGNMENT for size in codes.shape]
+    if any(missing):
+        # F.pad knows no FP8 dtype; a zero byte is +0 in both.
+        padded = F.pad(codes.view(torch.uint8), (0, missing[1], 0, missing[0]))
+        codes = padded.view(operand.data.dtype)
+    return codes.contiguous()
+
+
+def _row_scales(operand: QuantizedTensor, padded_rows: int) -> Tensor:
+    """One scale a row, contiguous; a tensor scale is expanded and padded rows get a scale of their own."""
+    scale = _scale(operand).reshape(-1)
+    if scale.numel() == 1:
+        return scale.expand(padded_rows).contiguous()
+    return F.pad(scale, (0, padded_rows - scale.numel())).contiguous()
+
+
+def _block_scales(operand: QuantizedTensor, padded_rows: int) -> tuple[Tensor, F.ScalingType]:
+    """Scales of 1x128 or 128x128 blocks in the layout that the library reads.
+
+    1x128: [rows, blocks] with rows fastest. 128x128: blocks along the contraction fastest, their number padded to a
+    multiple of 4 (the layout rules of ``_scaled_mm_v2`` in PyTorch's ScaledBlas.cpp).
+    """
+    scale = _scale(operand) if operand.dim == 1 else _scale(operand).t()
+    if operand.spec.granularity == "1x128":
+        scale = F.pad(scale, (0, 0, 0, padded_rows - scale.shape[0]), value=1.0)
+        return scale.t().contiguous().t(), F.ScalingType.BlockWise1x128
+    scale = F.pad(scale, (0, -scale.shape[1] % 4), value=1.0)
+    return scale.contiguous().t(), F.ScalingType.BlockWise128x128
+
+
+def _emulated(first: QuantizedTensor, second: QuantizedTensor, out_dtype: torch.dtype) -> Tensor:
+    """Multiply in BF16 with FP32 accumulation.
+
+    Scales that are constant along the contraction are applied to the product in FP32, as the hardware does; the codes
+    themselves are exact in BF16. Scales that vary along the contraction are applied before, which rounds to BF16.
+    """
+    factored = {first.spec.granularity, second.spec.granularity} <= {"tensor", "row"}
+    a, b = (_contraction_last(q, q.elements(torch.bfloat16) if factored else q.dequantize(torch.bfloat16, rotated=True))
+            for q in (first, second))  # fmt: skip
+    product = _mm_accumulating_in_fp32(a, b)
+    if factored:
+        product = product * _scale(first).reshape(-1, 1) * _scale(second).reshape(1, -1)
+    return product.to(out_dtype)
+
+
+def _contraction_last(operand: QuantizedTensor, values: Tensor) -> Tensor:
+    return values if operand.dim == 1 else values.t()
+
+
+def _mm_accumulating_in_fp32(a: Tensor, b: Tensor) -> Tensor:
+    """a [R, C] · b [S, C]ᵀ for BF16 operands with an FP32 result."""
+    if a.is_cuda:
+        return torch.mm(a, b.t(), out_dtype=torch.float32)
+    # Products of BF16 values are exact in FP32, so an FP32 GEMM of widened operands is the same arithmetic.
+    return torch.mm(a.float(), b.float().t())
