@@ -54,10 +54,14 @@ class Node:
         """Return the node at ``path``, or the deepest one on the way to it, and how many parts led there."""
         node = self
         for depth, part in enumerate(path):
-            if (isinstance(node.value, dict) and part in node.value) or (isinstance(node.value, list) and isinstance(part, int) and part < len(node.value)):
-                node = node.value[part]
+            value = node.value
+            if isinstance(value, dict):
+                child = value.get(part)
             else:
+                child = value[part] if isinstance(value, list) and isinstance(part, int) and part < len(value) else None
+            if child is None:
                 return node, depth
+            node = child
         return node, len(path)
 
     def key(self, path: Sequence[str | int]) -> tuple[int, int] | None:

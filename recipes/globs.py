@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -28,9 +29,21 @@ class Pattern:
 
     def matches(self, name: str) -> bool:
         """Return whether the module called ``name`` is meant; the root module's name is empty."""
-        if self._is_glob and name:
-            name += "."
-        return self._regex.fullmatch(name) is not None
+        return self.among(Names([name]))[0]
+
+    def among(self, names: Names) -> list[bool]:
+        """Return :meth:`matches` of each name."""
+        against = names.dotted if self._is_glob else names.plain
+        return [match is not None for match in map(self._regex.fullmatch, against)]
+
+
+class Names:
+    """Module names, prepared for many patterns."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.plain = list(names)
+        #: With a dot after every level, as globs are compiled; the root's empty name has no level.
+        self.dotted = [name and name + "." for name in names]
 
 
 @lru_cache(maxsize=4096)

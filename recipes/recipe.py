@@ -34,6 +34,7 @@ WHENS = ("always", "profitable")
 #: What a rule can set, in the order of the three GEMMs.
 FIELDS = (*(f"{path}.{part}" for path, operands in OPERANDS.items() for part in (*operands, "accumulate")), "when")
 
+_BF16, _FP32 = Spec(format="bf16"), Spec(format="fp32")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -149,8 +150,8 @@ class Rule:
 class Shards:
     """What travels between the ranks of FSDP2."""
 
-    all_gather: Spec = Spec(format="bf16")
-    reduce_scatter: Spec = Spec(format="bf16")
+    all_gather: Spec = _BF16
+    reduce_scatter: Spec = _BF16
     #: Allow gathered codes that are not the weight operand, at the price of a second quantization.
     requantize: bool = False
 
@@ -175,7 +176,7 @@ class Activations:
 class OptimizerState:
     """How the optimizer's moments are stored."""
 
-    state: Spec = Spec(format="fp32")
+    state: Spec = _FP32
 
     def __post_init__(self) -> None:
         _set_spec(self, "state")

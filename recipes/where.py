@@ -132,9 +132,7 @@ class _Parser:
             return self._attribute(node)
         if isinstance(node, ast.Constant):
             return self._constant(node)
-        if isinstance(node, ast.List | ast.Tuple):
-            self.fail(node, "found a list, expected it only after 'in'")
-        self.fail(node, f"found {_describe(node)}, expected comparison, and/or/not, arithmetic or text")
+        return self.fail(node, f"found {_describe(node)}, expected comparison, and/or/not, arithmetic or text")
 
     def _logic(self, node: ast.BoolOp) -> _Term:
         parts = [self._of_kind(value, "truth", "a comparison") for value in node.values]
@@ -282,6 +280,8 @@ def _describe(node: ast.AST) -> str:
         "Attribute": "an attribute access",
         "Subscript": "a subscript",
         "Lambda": "a lambda",
+        "List": "a list (which stands only after 'in')",
+        "Tuple": "a list (which stands only after 'in')",
         "IfExp": "an if expression",
         "JoinedStr": "an f-string",
         "Pow": "operator '**'",
@@ -309,10 +309,9 @@ def _both_text(a: Any, b: Any) -> Any:
 
 
 def _contains(needles: Any, haystacks: Any, wanted: bool) -> Any:
-    def one(needle: str | None, haystack: str | None) -> bool:
-        return needle is not None and haystack is not None and (needle in haystack) == wanted
-
-    if not isinstance(needles, np.ndarray) and not isinstance(haystacks, np.ndarray):
-        return np.bool_(one(needles, haystacks))
-    needles, haystacks = np.broadcast_arrays(np.asarray(needles, object), np.asarray(haystacks, object))
-    return np.fromiter((one(n, h) for n, h in zip(needles, haystacks, strict=True)), bool, len(needles))
+    if isinstance(needles, str) and isinstance(haystacks, np.ndarray):
+        return np.array([h is not None and (needles in h) == wanted for h in haystacks.tolist()], dtype=bool)
+    if isinstance(needles, str) and isinstance(haystacks, str):
+        return np.bool_((needles in haystacks) == wanted)
+    pairs = zip(*(a.tolist() for a in np.broadcast_arrays(needles, haystacks)), strict=True)
+    return np.array([n is not None and h is not None and (n in h) == wanted for n, h in pairs], dtype=bool)

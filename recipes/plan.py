@@ -1,0 +1,202 @@
+"""A resolved recipe: for every layer and GEMM path what it runs, which rule said so, and where it runs natively."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ..precision.capability import Device, Support
+from ..precision.config import OPERANDS, PATHS, GemmConfig, LinearConfig
+from ..precision.errors import NotBuiltError
+from .errors import Diagnostic
+from .recipe import Recipe
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from torch.optim import Optimizer
+
+    from .targets import Unreachable
+
+PLAN_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Which rule set a field; ``rule`` is None where the recipe's ``defaults`` (or the language's) hold."""
+
+    #: 0-based among the rules with those of ``extends`` first.
+    rule: int | None
+    file: str
+    #: 1-based; None for recipes built in Python.
+    line: int | None
+
+    def __str__(self) -> str:
+        if self.rule is None:
+            return "defaults"
+        place = self.file.rpartition("/")[2] if self.file else ""
+        return f"rules[{self.rule}]" if self.line is None else f"{place}:{self.line}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the origin as JSON-ready data."""
+        return {"rule": self.rule, "file": self.file, "line": self.line}
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """One layer: its shape, its three GEMMs, and where each of their fields comes from."""
+
+    name: str
+    type: str
+    in_features: int
+    out_features: int
+    params: int
+    config: LinearConfig
+    #: ``always`` or ``profitable``.
+    when: str
+    #: By field of :data:`narrowgate.recipes.recipe.FIELDS`.
+    origin: Mapping[str, Origin]
+    #: By path; a BF16 path is native everywhere.
+    support: Mapping[str, Support]
+
+    @property
+    def flops_per_row(self) -> int:
+        """Floating-point operations of one path for one row of the input: 2 K N."""
+        return 2 * self.in_features * self.out_features
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the layer as JSON-ready data."""
+        paths: dict[str, Any] = {}
+        for path, gemm in self.config.gemms():
+            operands = OPERANDS[path]
+            paths[path] = {
+                operands[0]: str(gemm.first),
+                operands[1]: str(gemm.second),
+                "accumulate": gemm.accumulate,
+                "native": self.support[path].native,
+                "reason": self.support[path].reason,
+                "set_by": {part: self.origin[f"{path}.{part}"].to_dict() for part in (*operands, "accumulate")},
+            }
+        return {
+            "name": self.name,
+            "type": self.type,
+            "in_features": self.in_features,
+            "out_features": self.out_features,
+            "params": self.params,
+            "when": self.when,
+            "paths": paths,
+        }
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a recipe means for one model on one device."""
+
+    #: The recipe without ``extends``.
+    recipe: Recipe
+    layers: tuple[LayerPlan, ...]
+    device: Device
+    backend: str = "native"
+    #: Shadowed rules, patterns that match nothing beside others that do.
+    warnings: tuple[Diagnostic, ...] = ()
+    #: Modules with a GEMM that no rule reaches.
+    unreachable: tuple[Unreachable, ...] = field(default=())
+
+    @property
+    def lowered(self) -> tuple[LayerPlan, ...]:
+        """The layers in which at least one path is low-precision."""
+        return tuple(layer for layer in self.layers if not layer.config.high_precision)
+
+    @property
+    def native(self) -> bool:
+        """True where the device multiplies every planned pair itself."""
+        return not self.emulated()
+
+    def emulated(self) -> list[tuple[LayerPlan, str]]:
+        """Return (layer, path) of every GEMM that this device can only emulate."""
+        return [(layer, path) for layer in self.layers for path in PATHS if not layer.support[path].native]
+
+    def emulated_reasons(self) -> list[str]:
+        """Return why GEMMs are emulated, one line a reason with how many GEMMs it concerns."""
+        counts: Counter[str] = Counter()
+        first: dict[str, str] = {}
+        for layer, path in self.emulated():
+            reason = layer.support[path].reason or "unknown"
+            counts[reason] += 1
+            first.setdefault(reason, f"{layer.name or '(root)'}.{path}")
+        return [f"{reason} ({n} GEMM{'s' if n > 1 else ''}, first {first[reason]})" for reason, n in counts.items()]
+
+    def flops_share(self) -> dict[str, float]:
+        """Return the share of the targets' GEMM FLOPs in each pair of formats, largest first; sums to 1.
+
+        FLOPs are counted for one row a layer (2 K N a path): how many rows each layer sees is not known here.
+        """
+        flops: Counter[str] = Counter()
+        for layer in self.layers:
+            for _, gemm in layer.config.gemms():
+                flops[format_pair(gemm)] += layer.flops_per_row
+        total = sum(flops.values())
+        return {pair: count / total for pair, count in flops.most_common()} if total else {}
+
+    def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Return the optimizer that the recipe asks for: today ``optimizer`` itself.
+
+        FP32 optimizer state needs no wrapping, and weights are quantized at each use, so no cast is fused into
+        the step yet.
+
+        Raises:
+            NotBuiltError: the recipe wants optimizer state in another format.
+        """
+        state = self.recipe.optimizer.state if self.recipe.optimizer is not None else None
+        if state is not None and state.format != "fp32":
+            raise NotBuiltError(f"optimizer.state: {state} is not built yet, only fp32")
+        return optimizer
+
+    def refresh(self) -> None:
+        """Make low-precision weights current after writes that nobody announced, for example in a CUDA graph.
+
+        Weights are quantized from their master at each use, so there is nothing that could be stale.
+        """
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as JSON-ready data."""
+        return {
+            "version": PLAN_VERSION,
+            "recipe": self.recipe.name,
+            "hash": self.recipe.hash(),
+            "device": self.device.name,
+            "backend": self.backend,
+            "native": self.native,
+            "emulated": self.emulated_reasons(),
+            "flops_share": self.flops_share(),
+            "layers": [layer.to_dict() for layer in self.layers],
+            "unreachable": [entry.to_dict() for entry in self.unreachable],
+            "warnings": [warning.to_dict() for warning in self.warnings],
+        }
+
+    def to_json(self) -> str:
+        """Return :meth:`to_dict` as indented JSON."""
+        return json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n"
+
+    def to_text(self) -> str:
+        """Return the plan as plain aligned text, the same everywhere."""
+        from .render import plan_text
+
+        return plan_text(self)
+
+    def render(self) -> RenderableType:
+        """Return the plan as a rich renderable for a terminal."""
+        from .render import plan_renderable
+
+        return plan_renderable(self)
+
+    def __str__(self) -> str:
+        return self.to_text()
+
+
+def format_pair(gemm: GemmConfig) -> str:
+    """Return the formats that a GEMM multiplies: ``fp8_e5m2·fp8_e4m3``, or one name where both are the same."""
+    first, second = gemm.first.format, gemm.second.format
+    return first if first == second else f"{first}·{second}"

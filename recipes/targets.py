@@ -1,0 +1,104 @@
+"""The layers of a model that a rule can reach, under the names that people know them by.
+
+A target is a module with a weight and a GEMM that can be swapped in place: today ``nn.Linear`` and subclasses
+that keep its ``forward``. Everything else that multiplies matrices is listed with the reason why no rule
+reaches it, so that a plan never looks complete where it is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
+
+from ..precision.linear import LowPrecisionLinear, original_type
+
+#: Parts that wrappers put into module names, each an attribute that no model calls its own.
+_WRAPPER_PARTS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+#: Wrappers whose child is called ``module``: a name that models use too, so the wrapper's type decides.
+_MODULE_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+
+_GEMM_MODULES: tuple[tuple[type[nn.Module], str], ...] = (
+    (nn.MultiheadAttention, "its packed projections are plain Parameters, not linear modules"),
+    (nn.Bilinear, "bilinear products are not lowered"),
+    (nn.RNNBase, "recurrent layers are not lowered"),
+    (nn.RNNCellBase, "recurrent cells are not lowered"),
+    (nn.modules.conv._ConvNd, "convolutions are not lowered"),
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Target:
+    """One layer that rules can match."""
+
+    name: str
+    module: nn.Linear
+    #: Name of the class before lowering.
+    type: str
+    in_features: int
+    out_features: int
+    #: Parameters of the module itself, bias included.
+    params: int
+
+
+@dataclass(frozen=True)
+class Unreachable:
+    """A module that multiplies matrices and that no rule reaches."""
+
+    name: str
+    type: str
+    reason: str
+
+    def to_dict(self) -> dict[str, str]:
+        """Return the entry as JSON-ready data."""
+        return {"name": self.name, "type": self.type, "reason": self.reason}
+
+
+def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module | None]]:
+    """Yield (name without wrapper parts, module, parent) in registration order, each module once."""
+    seen: set[int] = set()
+    stack: list[tuple[str, nn.Module, nn.Module | None]] = [("", model, None)]
+    while stack:
+        name, module, parent = stack.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        yield name, module, parent
+        for part, child in reversed(module._modules.items()):
+            if child is not None:
+                stack.append((name if _is_wrapper(module, part) else f"{name}.{part}" if name else part, child, module))
+
+
+def find_targets(model: nn.Module) -> tuple[list[Target], list[Unreachable]]:
+    """Return the targets of ``model`` in registration order, and what multiplies matrices out of reach."""
+    targets: list[Target] = []
+    unreachable: list[Unreachable] = []
+    for name, module, parent in named_modules(model):
+        kind = original_type(module).__name__
+        reason = _out_of_reach(module, parent)
+        if reason is not None:
+            unreachable.append(Unreachable(name, kind, reason))
+        elif isinstance(module, nn.Linear):
+            params = sum(p.numel() for p in module.parameters(recurse=False))
+            targets.append(Target(name, module, kind, module.in_features, module.out_features, params))
+    return targets, unreachable
+
+
+def _is_wrapper(parent: nn.Module, part: str) -> bool:
+    return part in _WRAPPER_PARTS or (part == "module" and isinstance(parent, _MODULE_WRAPPERS))
+
+
+def _out_of_reach(module: nn.Module, parent: nn.Module | None) -> str | None:
+    if isinstance(module, nn.Linear):
+        if isinstance(parent, nn.MultiheadAttention):
+            return "nn.MultiheadAttention reads this weight directly and never calls the module"
+        if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
+            return "its shape is unknown before the first forward"
+        if "forward" in module.__dict__:
+            return "its forward was replaced on the instance, which a swapped class would not reach"
+        if not isinstance(module, LowPrecisionLinear) and type(module).forward is not nn.Linear.forward:
+            return "its class has a forward of its own, which a swap would discard"
+        return None
+    return next((reason for kind, reason in _GEMM_MODULES if isinstance(module, kind)), None)
