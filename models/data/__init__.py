@@ -1,1 +1,1 @@
-"""Data sources of the built-in models."""
+"""Data sources and the loader that turns any of them into batches."""

@@ -1,0 +1,128 @@
+"""Attention with a pointwise activation in softmax's place (GDPA, HSTU), in its three asymmetric uses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .config import GemConfig
+from .functional import ACTIVATION_FUNCTIONS, RMSNorm, linear
+from .jagged import Window
+
+
+def pointwise_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    heads: int,
+    activation: Callable[[Tensor], Tensor],
+    mask: Tensor | None = None,
+) -> Tensor:
+    """Return ``activation(q kᵀ) v / Lk`` per head, with normalized queries and keys.
+
+    A zero key meets a zero value and ``activation(0) = 0``, so padded slots add exactly nothing and need no mask.
+
+    Args:
+        q: [B, Lq, D].
+        k: [B, Lk, D].
+        v: [B, Lk, D].
+        heads: divides D.
+        activation: zero at zero.
+        mask: [Lq, Lk] bool, true where a query may look.
+
+    Returns:
+        [B, Lq, D] in the type of ``v``.
+    """
+    split = [t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in (q, k, v)]
+    query, key = (_unit(t) for t in split[:2])
+    scores = activation(query @ key.transpose(-1, -2))
+    if mask is not None:
+        scores = scores * mask.to(scores.dtype)
+    out = (scores / k.shape[1]) @ split[2]
+    return out.transpose(1, 2).flatten(2)
+
+
+def _unit(x: Tensor) -> Tensor:
+    """Unit vectors times the fourth root of the head width: scores then span about a standard deviation of one."""
+    return (F.normalize(x.float(), dim=-1) * x.shape[-1] ** 0.25).to(x.dtype)
+
+
+def sequence_mask(length: int, n_summary: int, window: int | None, device: torch.device) -> Tensor:
+    """Return [length, length] bool: causal, within the window; the closing summary tokens see everything before."""
+    at = torch.arange(length, device=device)
+    back = at.unsqueeze(1) - at.unsqueeze(0)
+    mask = back >= 0
+    if window is not None:
+        mask = mask & ((back < window) | (at.unsqueeze(1) >= length - n_summary))
+    return mask
+
+
+class Pooling(nn.Module):
+    """Pooling by multi-head attention: few learned queries over a long sequence."""
+
+    def __init__(self, config: GemConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.seeds = nn.Parameter(torch.randn(config.n_pma, config.d) * config.d**-0.5)
+        self.norm = RMSNorm(config.d, config)
+        self.kv = linear(config.d, 2 * config.d, config)
+
+    def forward(self, tokens: Tensor, window: Window) -> Tensor:
+        """[T, d] -> [B, n_pma, d]."""
+        k, v = window.pad(self.kv(self.norm(tokens))).chunk(2, -1)
+        q = self.seeds.to(k.dtype).expand(window.batch, -1, -1)
+        config = self.config
+        return pointwise_attention(
+            q, k, v, heads=config.heads, activation=ACTIVATION_FUNCTIONS[config.activation]
+        )  # fmt: skip
+
+
+class SequenceArch(nn.Module):
+    """The sequence side of a layer: personalized feed-forward, then self-attention.
+
+    The feed-forward is GDPA as in Kunlun (arXiv:2602.10016): every token queries a few key/value tokens that are made
+    from its row's feature summary. Self-attention is HSTU's (arXiv:2402.17152): one projection to U, V, Q and K, a
+    pointwise activation, a norm and the gate U.
+    """
+
+    def __init__(self, config: GemConfig) -> None:
+        super().__init__()
+        d = config.d
+        self.config = config
+        self.pffn_norm = RMSNorm(d, config)
+        self.pffn_q = linear(d, d, config)
+        self.pffn_kv = linear(config.n_summary * d, 2 * config.pffn_tokens * d, config)
+        self.norm = RMSNorm(d, config)
+        self.uvqk = linear(d, 4 * d, config)
+        self.attention_norm = RMSNorm(d, config)
+        self.out = linear(d, d, config)
+
+    def forward(self, tokens: Tensor, summary: Tensor, window: Window) -> Tensor:
+        """Update the flat tokens.
+
+        Args:
+            tokens: [T, d].
+            summary: [B, n_summary, d], the feature summary of each row.
+            window: the whole rows.
+
+        Returns:
+            [T, d].
+        """
+        config = self.config
+        activation = ACTIVATION_FUNCTIONS[config.activation]
+        kv = self.pffn_kv(summary.flatten(1)).unflatten(-1, (config.pffn_tokens, -1))
+        k, v = kv.chunk(2, -1)
+        q = window.pad(self.pffn_q(self.pffn_norm(tokens)))
+        fed = pointwise_attention(q, k, v, heads=config.heads, activation=activation)
+        tokens = tokens + window.flatten(fed)
+
+        u, vqk = activation(self.uvqk(self.norm(tokens))).split([config.d, 3 * config.d], -1)
+        v, q, k = window.pad(vqk).chunk(3, -1)
+        mask = sequence_mask(window.width, config.n_summary, config.window, tokens.device)
+        seen = pointwise_attention(q, k, v, heads=config.heads, activation=activation, mask=mask)
+        update = self.out(self.attention_norm(window.flatten(seen)) * u)
+        return tokens + F.dropout(update, config.dropout, self.training)

@@ -1,0 +1,200 @@
+"""Batches from rows: shuffled by a seed, gathered on the device, with every shape known on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...precision.errors import NarrowgateError
+from ..batch import Batch
+from ..features import FeatureSpec
+from ..presets import TrainingConfig
+from .metrics import normalized_entropy
+from .rows import AGE_BUCKETS, Ints, RowData
+
+
+class BatchStream:
+    """A sequence of batches that can be walked any number of times, always the same."""
+
+    def __init__(self, count: int, build: Callable[[], Iterator[Batch]]) -> None:
+        self._count = count
+        self._build = build
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self._build()
+
+
+class Dataset:
+    """Rows of one source, resident on one device, and the batches of a preset.
+
+    All columns live on the device, so a batch is some gathers there. Row order and lengths are known on the host:
+    nothing waits for the device. Training batches are full: each epoch's shuffle continues where the last one ended.
+    Their token count is padded to one bound that nearly every batch fits, so that compiled models see one shape.
+
+    Args:
+        rows: the source's rows.
+        training: batch sizes, steps and padding.
+        max_events: events that a row keeps.
+        device: where the batches are.
+        steps: training batches of a run; the preset's number by default.
+    """
+
+    def __init__(
+        self,
+        rows: RowData,
+        training: TrainingConfig,
+        *,
+        max_events: int,
+        device: str | torch.device = "cpu",
+        steps: int | None = None,
+    ) -> None:
+        if len(rows.train) < training.batch_size or not len(rows.held_out):
+            raise NarrowgateError(
+                f"{rows.facts.get('name', 'data')}: too few rows: {len(rows.train)} to train on and"
+                f" {len(rows.held_out)} held out, expected at least one batch of {training.batch_size} and one row"
+            )
+        self.rows = rows
+        self.training = training
+        self.device = torch.device(device)
+        planned = min(training.steps, -(-int(training.epochs * len(rows.train)) // training.batch_size))
+        self.steps = planned if steps is None else steps
+        start = np.maximum(rows.history_start, rows.history_end - max_events)
+        self._lengths = rows.history_end - start
+        self._columns = _Columns(rows, start, self._lengths, self.device)
+        self._train_tokens = self._token_bound(self._lengths[rows.train])
+
+    @property
+    def features(self) -> FeatureSpec:
+        """The fields that the batches carry."""
+        return self.rows.features
+
+    @property
+    def task_names(self) -> tuple[str, ...]:
+        """The labels' names, in the order of their columns."""
+        return self.rows.features.tasks
+
+    def base_rates(self) -> list[float]:
+        """Share of positive training labels, per task."""
+        return [float(rate) for rate in self.rows.labels[self.rows.train].mean(0, dtype=np.float64)]
+
+    def train_batches(self, seed: int) -> BatchStream:
+        """Return ``steps`` training batches in the order that the seed shuffles."""
+        return BatchStream(self.steps, lambda: self._train(seed))
+
+    def eval_batches(self) -> BatchStream:
+        """Return every held-out row once, in the data's order."""
+        size = self._eval_size()
+        return BatchStream(-(-len(self.rows.held_out) // size), self._evaluate)
+
+    def describe(self) -> dict[str, Any]:
+        """Return JSON-able facts for a report: source, split, rows, base rates, what a perfect model would reach."""
+        rows = self.rows
+        base = self.base_rates()
+        facts = dict(rows.facts) | {
+            "rows_train": len(rows.train),
+            "rows_eval": len(rows.held_out),
+            "max_events": self._columns.max_length,
+            "tasks": list(self.task_names),
+            "base_rate": dict(zip(self.task_names, base, strict=True)),
+        }
+        if rows.probabilities is not None:
+            entropy = normalized_entropy(rows.probabilities, rows.labels[rows.held_out], base)
+            facts["bayes_ne"] = dict(zip(self.task_names, entropy, strict=True))
+        return facts
+
+    def _eval_size(self) -> int:
+        return min(self.training.eval_batch_size, len(self.rows.held_out))
+
+    def _token_bound(self, lengths: Ints) -> int:
+        """Tokens that a training batch is filled up to: six deviations over the mean, rounded up."""
+        size = self.training.batch_size
+        bound = size * float(lengths.mean()) + 6 * float(lengths.std()) * size**0.5
+        return min(self._round_up(int(bound) + 1), self._round_up(size * int(lengths.max())))
+
+    def _round_up(self, tokens: int) -> int:
+        multiple = self.training.token_multiple
+        return max(1, -(-tokens // multiple)) * multiple
+
+    def _train(self, seed: int) -> Iterator[Batch]:
+        generator = np.random.default_rng(seed)
+        size = self.training.batch_size
+        waiting = np.empty(0, np.int64)
+        for _ in range(self.steps):
+            while len(waiting) < size:
+                waiting = np.concatenate([waiting, generator.permutation(self.rows.train)])
+            chosen, waiting = waiting[:size], waiting[size:]
+            yield self._gather(chosen, size, self._train_tokens)
+
+    def _evaluate(self) -> Iterator[Batch]:
+        size = self._eval_size()
+        held_out = self.rows.held_out
+        pieces = [held_out[i : i + size] for i in range(0, len(held_out), size)]
+        tokens = max(int(self._lengths[piece].sum()) for piece in pieces)
+        for piece in pieces:
+            yield self._gather(piece, size, self._round_up(tokens))
+
+    def _gather(self, chosen: Ints, size: int, tokens: int) -> Batch:
+        """Build a batch of ``size`` rows and at least ``tokens`` tokens from row numbers known on the host."""
+        needed = int(self._lengths[chosen].sum())
+        index = torch.from_numpy(np.ascontiguousarray(chosen))
+        if self.device.type == "cuda":
+            index = index.pin_memory().to(self.device, non_blocking=True)
+        return self._columns.batch(index, size, max(tokens, self._round_up(needed)))
+
+
+class _Columns:
+    """The rows' columns as tensors on the device."""
+
+    def __init__(self, rows: RowData, start: Ints, lengths: Ints, device: torch.device) -> None:
+        def put(array: np.ndarray) -> Tensor:
+            return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+
+        self.sparse = put(rows.sparse)
+        self.bags = tuple(put(bag) for bag in rows.bags)
+        self.dense = put(rows.dense)
+        self.labels = put(rows.labels)
+        self.groups = put(rows.groups)
+        self.times = put(rows.times)
+        self.start = put(start)
+        self.lengths = put(lengths)
+        # One dead event behind the pool: what dead tokens read.
+        self.events = put(np.concatenate([rows.events, np.zeros((1, rows.events.shape[1]), np.int64)]))
+        self.event_times = put(np.concatenate([rows.event_times, np.zeros(1, np.int64)]))
+        self.ages = put(2 ** np.arange(AGE_BUCKETS - 1, dtype=np.int64))
+        self.max_length = int(lengths.max(initial=0))
+
+    def batch(self, index: Tensor, size: int, tokens: int) -> Batch:
+        """Gather the rows ``index`` [n <= size] into a batch of ``size`` rows and ``tokens`` tokens."""
+        count = index.shape[0]
+        if count < size:
+            # Fill with the first row's features; without history, label or weight it changes nothing.
+            index = torch.cat([index, index[:1].expand(size - count)])
+        lengths = self.lengths[index]
+        if count < size:
+            lengths = torch.cat([lengths[:count], lengths.new_zeros(size - count)])
+        offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+        at = torch.arange(tokens, device=index.device)
+        event_rows = torch.searchsorted(offsets[1:], at, right=True)
+        live = event_rows < size
+        row = event_rows.clamp_max(size - 1)
+        source = torch.where(live, self.start[index][row] + at - offsets[row], self.events.shape[0] - 1)
+        age = self.times[index][row] - self.event_times[source]
+        bucket = torch.where(live, torch.bucketize(age, self.ages, right=True), 0)
+        return Batch(
+            sparse=self.sparse[index],
+            bags=tuple(bag[index] for bag in self.bags),
+            dense=self.dense[index],
+            events=torch.cat([self.events[source], bucket.unsqueeze(1)], 1),
+            event_rows=event_rows,
+            offsets=offsets,
+            labels=self.labels[index],
+            groups=self.groups[index],
+            rows=count,
+        )

@@ -1,0 +1,58 @@
+"""Sparse features and events as tokens. Embeddings stay in FP32: no recipe lowers them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from .batch import Batch
+from .config import GemConfig
+from .features import FeatureSpec
+from .functional import linear
+
+
+class SparseArch(nn.Module):
+    """Embedding tables, shared by name, and the feature tokens of a row."""
+
+    def __init__(self, config: GemConfig, features: FeatureSpec) -> None:
+        super().__init__()
+        d = config.d
+        self.features = features
+        self.tables = nn.ModuleDict({name: nn.Embedding(rows, d) for name, rows in features.tables().items()})
+        self.bags = nn.ModuleDict({
+            field.name: nn.EmbeddingBag(field.rows, d, mode="sum", padding_idx=0) for field in features.bags
+        })  # fmt: skip
+        self.numeric = linear(len(features.numeric), d, config) if features.numeric else None
+        for table in (*self.tables.values(), *self.bags.values()):
+            nn.init.normal_(table.weight, std=d**-0.5)
+        for bag in self.bags.values():
+            nn.init.zeros_(bag.weight[0].detach())
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Return the feature tokens [B, n_tokens, d], FP32."""
+        tokens = [self.tables[field.table](batch.sparse[:, i]) for i, field in enumerate(self.features.categorical)]
+        tokens += [self.bags[field.name](ids) for field, ids in zip(self.features.bags, batch.bags, strict=True)]
+        if self.numeric is not None:
+            tokens.append(self.numeric(batch.dense).float())
+        return torch.stack(tokens, 1)
+
+    def events(self, ids: Tensor) -> Tensor:
+        """Return the sum of an event's field embeddings: [T, event fields] -> [T, d], FP32."""
+        parts = [self.tables[field.table](ids[:, i]) for i, field in enumerate(self.features.events)]
+        return torch.stack(parts).sum(0)
+
+
+class EventEncoder(nn.Module):
+    """Events of a history as tokens: what, which action, how long ago (log2), and how many events back."""
+
+    def __init__(self, config: GemConfig) -> None:
+        super().__init__()
+        self.position = nn.Embedding(config.max_events + 1, config.d)
+        nn.init.normal_(self.position.weight, std=config.d**-0.5)
+
+    def forward(self, batch: Batch, sparse: SparseArch) -> Tensor:
+        """Return [T, d], FP32; dead tokens are arbitrary."""
+        # One more end for the row of dead tokens.
+        ends = torch.cat([batch.offsets[1:], batch.offsets[-1:]])
+        back = ends[batch.event_rows] - torch.arange(batch.event_rows.shape[0], device=ends.device)
+        return sparse.events(batch.events) + self.position(back.clamp(0, self.position.num_embeddings - 1))
