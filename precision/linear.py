@@ -91,12 +91,14 @@ class LinearState:
         """
         if not self.stochastic:
             return None
-        if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1 and self._outstanding:
+        recomputing = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+        if recomputing and self._outstanding:
             return self._outstanding.pop()
-        draw = self.calls.clone()
+        draw = self.calls
         if training:
-            self.calls.add_(1)
-            if not torch.compiler.is_compiling():
+            # A new tensor, not an update in place: a compiled backward may recompute from the tensor it was given.
+            self.calls = draw + 1
+            if not recomputing and not torch.compiler.is_compiling():
                 self._outstanding.append(draw)
         return draw
 
@@ -180,7 +182,8 @@ def linear_state(module: LowPrecisionLinear) -> dict[str, Tensor]:
 
 def load_linear_state(module: LowPrecisionLinear, state: dict[str, Tensor]) -> None:
     """Restore what :func:`linear_state` returned."""
-    _state(module).calls.copy_(state["calls"])
+    layer = _state(module)
+    layer.calls = state["calls"].to(layer.calls.device).clone()
 
 
 def original_type(module: nn.Module) -> type[nn.Module]:
