@@ -17,7 +17,7 @@ import math
 import torch
 from torch import Tensor
 
-from .formats import ElementFormat
+from .formats import BF16, ElementFormat
 
 _FP32_MANTISSA_BITS = 23
 _FP32_BIAS = 127
@@ -63,9 +63,9 @@ def round_stochastic(x: Tensor, fmt: ElementFormat, bits: Tensor) -> Tensor:
     Returns:
         FP32 values of ``fmt``, same shape; magnitudes past the largest finite value saturate.
     """
-    x = x.clamp(-fmt.max, fmt.max)
     if fmt.exponent_bits == 8:
         return _round_bf16_stochastic(x, bits)
+    x = x.clamp(-fmt.max, fmt.max)
     step, inverse = _spacing(x, fmt)
     magnitude = (x * inverse).abs()
     lower = torch.floor(magnitude)
@@ -91,9 +91,10 @@ def _round_bf16(x: Tensor) -> Tensor:
 
 
 def _round_bf16_stochastic(x: Tensor, bits: Tensor) -> Tensor:
-    # The 16 bits that BF16 drops meet 16 random bits: the probability is exact. NaN must not carry into the sign.
-    moved = (x.view(torch.int32) + bits.to(torch.int32)) & -0x1_0000
-    return torch.where(x == x, moved.view(torch.float32), x)
+    # The 16 bits that BF16 drops meet 16 random bits: the probability is exact. A finite number never becomes infinite,
+    # while NaN and infinity, which no scale tells of here, stay what they are.
+    moved = (x.clamp(-BF16.max, BF16.max).view(torch.int32) + bits.to(torch.int32)) & -0x1_0000
+    return torch.where(x.abs() < math.inf, moved.view(torch.float32), x)
 
 
 def encode(values: Tensor, fmt: ElementFormat) -> Tensor:

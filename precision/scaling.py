@@ -74,12 +74,7 @@ def scales_from_amax(amax: Tensor, spec: Spec, tensor_amax: Tensor | None = None
 
 def reciprocal(x: Tensor) -> Tensor:
     """1 / x, correctly rounded FP32, in eager and in compiled code on every device."""
-    return (1.0 / x.to(torch.float64)).to(torch.float32)
-
-
-def multiplier_of(scale: Tensor) -> Tensor:
-    """The factor that an FP32 scale implies: its correctly rounded reciprocal."""
-    return reciprocal(scale)
+    return x.to(torch.float64).reciprocal().to(torch.float32)
 
 
 def _quotient(x: Tensor, divisor: float) -> Tensor:
@@ -92,7 +87,7 @@ def _fp32_scales(amax: Tensor, element: ElementFormat, *, pow2: bool) -> Scales:
         scale = ((scale.view(torch.int32) + _MANTISSA_MASK) & ~_MANTISSA_MASK).view(torch.float32)
     scale = torch.where(amax < math.inf, scale, math.nan)
     scale = torch.where(amax == 0, 1.0, scale)
-    return Scales(scale, multiplier_of(scale))
+    return Scales(scale, reciprocal(scale))
 
 
 def _e8m0_scales(amax: Tensor, element: ElementFormat, *, rceil: bool) -> Scales:
@@ -115,7 +110,9 @@ def _two_level_scales(amax: Tensor, element: ElementFormat, tensor_amax: Tensor 
     if tensor_amax is None:
         tensor_amax = torch.where(finite, amax, 0.0).amax() if amax.numel() else amax.new_zeros(())
     largest = E4M3.max * element.max
-    encode = (largest / tensor_amax.to(torch.float64)).to(torch.float32).clamp(max=1.0 / _SMALLEST_SCALE)
+    # Not ``largest / tensor_amax``: PyTorch computes number / tensor as reciprocal times number, two roundings.
+    wide = tensor_amax.to(torch.float64)
+    encode = (torch.full_like(wide, largest) / wide).to(torch.float32).clamp(max=1.0 / _SMALLEST_SCALE)
     encode = torch.where(tensor_amax == 0, 1.0, encode)
     decode = reciprocal(encode)
     block = torch.where(finite, amax, math.nan) * (encode * _SIXTH)

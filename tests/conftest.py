@@ -1,0 +1,28 @@
+"""What every test shares: GPU tests skip without a GPU, property tests are repeatable and bounded."""
+
+from __future__ import annotations
+
+import hypothesis
+import pytest
+
+# Derandomized: a run on the same code gives the same examples. No deadline: the machines are shared.
+hypothesis.settings.register_profile("narrowgate", derandomize=True, deadline=None, max_examples=60, database=None)
+hypothesis.settings.load_profile("narrowgate")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
+    if not gpu_tests:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in gpu_tests:
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    import torch
+
+    torch.manual_seed(0)
