@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
 from . import statistics
 from .judgement import Gate, Judgement, Levels, Reason, Status
 from .measurements import Measurements, SeedRun
@@ -141,11 +143,11 @@ def _instability(seed: SeedRun, policy: Policy) -> list[tuple[str, str]]:
 
 
 def judge_memory(m: Measurements, policy: Policy) -> Judgement:
-    """Judge peak memory: the larger seed of each arm, candidate over baseline."""
+    """Judge peak memory: candidate over baseline, each the median over seeds (the first one also compiles)."""
     peaks = [(s.baseline.peak_memory, s.candidate.peak_memory) for s in m.seeds]
     base = [b for b, c in peaks if b and c]
     own = [c for b, c in peaks if b and c]
-    ratio = max(own) / max(base) if base else None
+    ratio = float(np.median(own) / np.median(base)) if base else None
     status: Status = "undecided" if ratio is None else "pass" if ratio <= policy.max_memory_ratio else "fail"
     gate = Gate(
         name="memory",

@@ -141,7 +141,9 @@ def _read(path: Path) -> Policy:
         raise NarrowgateError(f"{path}: cannot read the policy: {why}") from None
     if not text.strip():
         raise NarrowgateError(f"{path}: found an empty file, expected a policy")
-    root = parse_document(text, str(path))
+    root, faults = parse_document(text, str(path))
+    if faults:
+        raise RecipeError(faults)
     data = root.plain()
     if not isinstance(data, dict):
         raise NarrowgateError(f"{path}:{root.line}:{root.column}: found {found(data)}, expected a mapping of fields")

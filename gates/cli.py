@@ -1,0 +1,241 @@
+"""The command ``narrowgate``. Only what ``--help`` needs is imported here; each command imports its own work."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, NoReturn, Optional
+
+import typer
+
+from . import exits
+
+app = typer.Typer(
+    name="narrowgate",
+    help="Low-precision training recipes, accepted only by measured speed and quality.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Every command takes --debug for the traceback of an error.",
+)
+
+Model = Annotated[str, typer.Option(help="A built-in model, for example gem-tiny or gem-small.")]
+Data = Annotated[str, typer.Option(help="Its input: synthetic, ml-100k:DIR or ml-1m:DIR.")]
+Json = Annotated[bool, typer.Option("--json", help="Print machine-readable JSON on standard output.")]
+# typer evaluates these annotations on Python 3.10 too.
+Backend = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option(help="Overrides the recipe's backend: native, torchao or transformer_engine."),
+]
+
+
+@app.command()
+def gate(
+    recipes: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Argument(metavar="RECIPE...", help="Built-in names or files; `narrowgate recipes` lists the built-ins."),
+    ] = None,
+    model: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="A built-in model, for example gem-small [default: gem-tiny]."),
+    ] = None,
+    data: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="Its input: synthetic, ml-100k:DIR or ml-1m:DIR [default: synthetic]."),
+    ] = None,
+    task: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="Your own model instead: package.module:factory. Runs that module's code."),
+    ] = None,
+    policy: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="strict, standard or loose, or a YAML file [default: standard]."),
+    ] = None,
+    out: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(metavar="DIR", help="Where reports go; several recipes: DIR/RECIPE [default: reports]."),
+    ] = None,
+    seeds: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(
+            min=1, max=1000, help="Paired seeds; the policy's number otherwise, and fewer than 5 decide nothing."
+        ),
+    ] = None,
+    steps: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(min=1, help="Training steps a seed; the model's own number otherwise."),
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    backend: Backend = None,
+    from_: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(
+            "--from", metavar="REPORT", help="Decide again from the measurements of a report.json; trains nothing."
+        ),
+    ] = None,
+    json: Json = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
+) -> None:
+    """Train baseline and candidate as pairs, decide, and write reports.
+
+    Exit code: 0 accept, 1 reject, 2 bad input, 3 inconclusive, 4 the run failed.
+
+    Example: narrowgate gate gem-fp8 --model gem-tiny --data ml-100k:data/ml-100k
+
+    Example: narrowgate gate mine.yaml --task mypackage.ranker:make_task --policy strict
+
+    Example: narrowgate gate --from reports/report.json --policy loose
+    """
+    from .cli_gate import GateOptions, gate_command
+
+    raise typer.Exit(
+        gate_command(
+            GateOptions(
+                recipes=tuple(recipes or ()),
+                model=model,
+                data=data,
+                task=task,
+                policy=policy,
+                out=out,
+                seeds=seeds,
+                steps=steps,
+                device=device,
+                backend=backend,
+                source=from_,
+                json=json,
+                quiet=quiet,
+            )
+        )
+    )
+
+
+@app.command()
+def plan(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A built-in name or a file.")],
+    model: Model = "gem-tiny",
+    data: Data = "synthetic",
+    task: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="Your own model instead: package.module:factory. Runs that module's code."),
+    ] = None,
+    device: Annotated[str, typer.Option(help="Plan for h100, h200, b200, cpu, or auto: the one here.")] = "auto",
+    backend: Backend = None,
+    json: Json = False,
+) -> None:
+    """Show what each layer and GEMM path gets, which rule says so, and whether the device runs it natively.
+
+    Example: narrowgate plan gem-fp8 --model gem-small --device h200
+    """
+    from .cli_recipes import plan_command
+
+    plan_command(recipe, model, data, task, device, backend, json)
+
+
+@app.command()
+def recipes(json: Json = False) -> None:
+    """List the built-in recipes.
+
+    Example: narrowgate recipes
+    """
+    from .cli_recipes import recipes_command
+
+    recipes_command(json)
+
+
+@app.command()
+def show(name: Annotated[str, typer.Argument(metavar="NAME", help="A built-in recipe.")], json: Json = False) -> None:
+    """Print a built-in recipe's text.
+
+    Example: narrowgate show gem-fp8 > mine.yaml
+    """
+    from .cli_recipes import show_command
+
+    show_command(name, json)
+
+
+@app.command()
+def validate(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="A recipe file, or a built-in name.")],
+    output_format: Annotated[str, typer.Option(help="text, github (annotations) or json.")] = "text",
+    require_native: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(metavar="DEVICE", help="Also refuse what h100, h200, b200 or auto (the one here) would emulate."),
+    ] = None,
+    model: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(
+            help="Also resolve the recipe against this built-in model: patterns that match nothing, mixed GEMMs."
+        ),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Check a recipe without running it.
+
+    Example: narrowgate validate mine.yaml --require-native h200 --output-format github
+    """
+    from .cli_recipes import validate_command
+
+    raise typer.Exit(validate_command(file, "json" if json else output_format, require_native, model))
+
+
+@app.command()
+def doctor(json: Json = False) -> None:
+    """Show versions and devices, and which formats and backends are native, emulated or absent, and why.
+
+    Example: narrowgate doctor --json
+    """
+    from .cli_doctor import doctor_command
+
+    doctor_command(json)
+
+
+def main(argv: list[str] | None = None) -> NoReturn:
+    """Run the program and exit: bad input is one line on standard error and code 2, never a traceback."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in arguments
+    arguments = [a for a in arguments if a != "--debug"]
+    try:
+        code = app(arguments, prog_name="narrowgate", standalone_mode=False)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever read the output has enough of it (`| head`); nothing more can be said there.
+        sys.stdout = None  # type: ignore[assignment]
+        code = exits.FAILED
+    except KeyboardInterrupt:
+        _say("interrupted; no report was written")
+        code = exits.INTERRUPTED
+    except typer.Abort:
+        code = exits.INTERRUPTED
+    except Exception as error:
+        if debug:
+            raise
+        code = _explain(error)
+    sys.exit(code if isinstance(code, int) else exits.ACCEPT)
+
+
+def _explain(error: Exception) -> int:
+    """Say in one line what went wrong; return the exit code."""
+    format_message = getattr(error, "format_message", None)
+    if format_message is not None:  # a usage error of the command line parser
+        _say(" ".join(str(format_message()).split()))
+        return exits.USAGE
+    from ..precision.errors import NarrowgateError
+
+    if isinstance(error, NarrowgateError):
+        from ..recipes.errors import RecipeError
+
+        # A recipe's faults begin with file and line, as compilers write them.
+        _say(str(error), prefix="" if isinstance(error, RecipeError) else "narrowgate: ")
+        return exits.USAGE
+    text = f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
+    if type(error).__name__ == "RunError":
+        text = str(error)
+    elif type(error).__name__ == "OutOfMemoryError":
+        text = "the GPU's memory ran out; a smaller batch or model fits"
+    _say(f"the run failed: {text} (--debug shows the traceback)")
+    return exits.FAILED
+
+
+def _say(text: str, prefix: str = "narrowgate: ") -> None:
+    for line in text.splitlines():
+        print(f"{prefix}{line}", file=sys.stderr)

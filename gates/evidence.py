@@ -1,0 +1,129 @@
+"""The report's levels of evidence and its statement of method, from what was measured."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from . import statistics
+from .decision import Decision
+from .measurements import ArmRun, Measurements
+from .report import Evidence, Level, Statistics
+
+_METHOD = (
+    "Quality: paired seeds, one-sided Student t bounds on the mean difference, exact sign-flip p beside them;"
+    " a cluster-robust row interval can only withhold a pass."
+    " Speed: one-sided Student t bounds on the mean log ratio of ABBA/BAAB quartets."
+    " Holm across recipes, no correction across gates."
+)
+_STEP_SCOPE = (
+    "one process, the same staged batches for both arms, whole steps: zero_grad, forward, backward, optimizer,"
+    " weight casts and scale updates"
+)
+_NOT_BUILT = "this version measures no such level"
+
+
+def statistics_of(m: Measurements, decision: Decision) -> Statistics:
+    """State the method behind ``decision``."""
+    return Statistics(
+        method=_METHOD,
+        alpha=decision.alpha,
+        accept_alpha=decision.accept_alpha,
+        n=len(m.seeds),
+        looks=1,
+        family=decision.family,
+    )
+
+
+def evidence_of(m: Measurements, alpha: float, compiled: bool) -> Evidence:
+    """Lay out what was measured at each level, with its baseline and scope.
+
+    Args:
+        m: the measurements.
+        alpha: level of the one-sided bounds shown.
+        compiled: whether both arms were trained under torch.compile.
+    """
+
+    def absent(baseline: str, scope: str, why: str = _NOT_BUILT) -> Level:
+        return Level(status="not_measured", why=why, baseline=baseline, scope=scope)
+
+    return Evidence(
+        kernel=absent("the same kernel writing BF16", "one kernel, caches flushed"),
+        module=absent("the module in BF16 under torch.compile", "the smallest region that holds a layer"),
+        step=_step(m, alpha),
+        distributed=absent("the same step with BF16 payload", "all ranks of one job"),
+        quality=_quality(m, compiled),
+    )
+
+
+def _step(m: Measurements, alpha: float) -> Level:
+    baseline, step = "BF16 autocast under torch.compile", m.step_time
+    if len(step.quartets) < 2:
+        why = {
+            "no_gpu": "this run had no GPU",
+            "emulated": f"{m.device} emulates part of the recipe: {'; '.join(m.emulated)}",
+            "skipped": "skipped on request",
+        }.get(step.status, "fewer than two quartets were measured")
+        return Level(status="not_measured", why=why, baseline=baseline, scope=_STEP_SCOPE)
+    results: dict[str, Any] = {"quartets": len(step.quartets), "steps_per_block": step.steps_per_block}
+    for clock, own, other in (
+        ("device_events", [q.baseline_ms for q in step.quartets], [q.candidate_ms for q in step.quartets]),
+        ("host_clock", [q.baseline_host_ms for q in step.quartets], [q.candidate_host_ms for q in step.quartets]),
+    ):
+        ratio = statistics.paired(statistics.log_ratios(own, other))
+        results[clock] = {
+            "baseline_ms": _geometric_mean(own),
+            "candidate_ms": _geometric_mean(other),
+            "speedup": math.exp(ratio.mean),
+            "ci_low": math.exp(ratio.lower(alpha)),
+            "ci_high": math.exp(ratio.upper(alpha)),
+        }
+    clocks = [q.clocks for q in step.quartets if q.clocks]
+    results["clocks"] = step.clocks_note or {
+        "sm_mhz": [min(c.sm_mhz for c in clocks), max(c.sm_mhz for c in clocks)],
+        "watts": [min(c.watts for c in clocks), max(c.watts for c in clocks)],
+        "celsius": [min(c.celsius for c in clocks), max(c.celsius for c in clocks)],
+        "throttle": sorted({reason for c in clocks for reason in c.throttle}),
+    }
+    results["compile_and_warmup_seconds"] = step.warmup_seconds
+    results["stopped"] = step.stopped
+    results["bf16_fused"] = "not measured: this version has no fused kernels"
+    return Level(status="measured", baseline=baseline, scope=_STEP_SCOPE, results=results)
+
+
+def _geometric_mean(times: list[tuple[float, float]]) -> float:
+    logs = [math.log(t) for pair in times for t in pair]
+    return math.exp(math.fsum(logs) / len(logs))
+
+
+def _quality(m: Measurements, compiled: bool) -> Level:
+    mode = "under torch.compile" if compiled else "eager"
+    baseline = f"BF16 autocast, {mode}; the candidate runs in the same mode"
+    if not m.seeds:
+        why = "no seed was trained"
+        return Level(status="not_measured", why=why, baseline=baseline, scope="paired seeds")
+    rows = m.rows
+    clusters = f"{rows.rows} held-out rows" + (
+        f" in {rows.clusters} groups" if rows and rows.clusters != rows.rows else " (no groups named)"
+    ) if rows else "held-out rows"  # fmt: skip
+    scope = f"{len(m.seeds)} paired seeds (same weights, batches and dropout), {clusters}"
+    results: dict[str, Any] = {}
+    for task in m.tasks:
+        results[task] = {
+            arm: {metric: _mean(runs, task, metric) for metric in ("ne", "auc", "calibration", "log_loss")}
+            for arm, runs in (
+                ("baseline", [s.baseline for s in m.seeds]),
+                ("candidate", [s.candidate for s in m.seeds]),
+            )
+        }
+        for metric, found in (
+            ("ne", rows.ne.get(task) if rows else None),
+            ("auc", rows.auc.get(task) if rows else None),
+        ):
+            results[task][f"{metric}_row_interval"] = found.model_dump() if found else None
+    return Level(status="measured", baseline=baseline, scope=scope, results=results)
+
+
+def _mean(runs: list[ArmRun], task: str, metric: str) -> float | None:
+    values = [getattr(run.quality[task], metric) for run in runs if task in run.quality]
+    return None if not values or None in values else math.fsum(values) / len(values)

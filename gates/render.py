@@ -1,0 +1,86 @@
+"""Text from a report: Markdown for a step summary, lines for a terminal."""
+
+from __future__ import annotations
+
+import importlib.resources
+from collections.abc import Sequence
+from typing import Any
+
+import jinja2
+
+from .judgement import Gate
+from .report import Report
+
+_WORDS = {"pass": "pass", "fail": "FAIL", "undecided": "undecided"}
+
+
+def render_report(report: Report) -> str:
+    """Return ``report.md``: verdict first, then gates, seeds, plan and environment."""
+    return _template("report.md.jinja").render(r=report, gates=[gate_row(g) for g in report.gates], value=_value)
+
+
+def render_summary(reports: Sequence[Report]) -> str:
+    """Return ``summary.md``: one line a recipe."""
+    return _template("summary.md.jinja").render(
+        reports=reports, gates=[[gate_row(g) for g in r.gates] for r in reports], short=short_reason
+    )
+
+
+def terminal_text(report: Report) -> str:
+    """Return what the command prints: the verdict, its reasons and the gates as aligned columns."""
+    rows = [["gate", "status", "[low estimate high]", "passes"]]
+    rows += [[row["gate"], row["status"], row["interval"], row["threshold"]] for row in map(gate_row, report.gates)]
+    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+    table = "\n".join("  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+    reasons = "\n".join(f"  - {reason.text}" for reason in report.reasons)
+    return f"{report.verdict.upper()}: {report.recipe.name} against BF16\n{reasons}\n\n{table}\n"
+
+
+def short_reason(report: Report) -> str:
+    """Return the first reason, with a count of the others."""
+    more = len(report.reasons) - 1
+    return report.reasons[0].text + (f" (and {more} more)" if more else "")
+
+
+def gate_row(gate: Gate) -> dict[str, str]:
+    """Return a gate's cells as text, in the unit that people read its metric in."""
+    if gate.measured is None:
+        interval = "not measured"
+    elif gate.ci_low is None or gate.ci_high is None:
+        interval = _unit(gate, gate.measured)
+    else:
+        interval = f"[{_unit(gate, gate.ci_low)}  {_unit(gate, gate.measured)}  {_unit(gate, gate.ci_high)}]"
+    at_most = gate.name in ("stability", "memory")
+    relation = ("at most" if at_most else "below") if gate.direction == "below" else "at least"
+    return {
+        "gate": gate.name if gate.task is None else f"{gate.name} {gate.task}",
+        "status": _WORDS[gate.status],
+        "metric": gate.metric,
+        "interval": interval,
+        "threshold": f"{relation} {_unit(gate, gate.threshold, signed=False)}",
+    }
+
+
+def _unit(gate: Gate, value: float, signed: bool = True) -> str:
+    sign = "+" if signed else ""
+    if gate.name == "ne":
+        return f"{100 * value:{sign}.4f} %" if signed else f"{100 * value:g} %"
+    if gate.name == "auc":
+        return f"{value:{sign}.6f}" if signed else f"{value:g}"
+    if gate.name == "stability":
+        return f"{value:g}"
+    return f"{value:.4f}x" if signed else f"{value:g}x"
+
+
+def _value(value: Any, digits: int = 5) -> str:
+    return "-" if value is None else f"{value:.{digits}f}" if isinstance(value, float) else str(value)
+
+
+def _template(name: str) -> jinja2.Template:
+    # Markdown, not HTML: what could break a table cell is replaced instead of escaped.
+    environment = jinja2.Environment(
+        autoescape=False, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters["cell"] = lambda text: " ".join(str(text).split()).replace("|", "\\|").replace("<", "&lt;")
+    source = importlib.resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+    return environment.from_string(source)

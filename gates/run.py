@@ -1,0 +1,168 @@
+"""A gate run from end to end: open, train, time, decide, report."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..precision.errors import NarrowgateError
+from ..recipes import apply_recipe
+from . import task as tasks
+from .decision import decide_family
+from .environment import environment
+from .evidence import evidence_of, statistics_of
+from .measurements import Measurements, StepTime
+from .pairs import Pair, combine
+from .policy import Policy
+from .progress import Progress
+from .report import SCHEMA_VERSION, RecipeFacts, Report
+from .seeds import Job, train_in_process
+from .speed import measure_step_time
+from .task import Task, TaskSource
+from .train import seed_generators
+from .workers import train_seeds
+
+if TYPE_CHECKING:
+    from ..recipes.plan import Plan
+    from ..recipes.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Run:
+    """What to gate.
+
+    Attributes:
+        source: how to open the task.
+        recipes: at least one, with different names.
+        policy: margins, limits and the number of seeds.
+        backend: overrides the recipes' backends.
+        seeds: overrides the policy's number of paired seeds.
+    """
+
+    source: TaskSource
+    recipes: tuple[Recipe, ...]
+    policy: Policy
+    backend: str | None = None
+    seeds: int | None = None
+
+    def __post_init__(self) -> None:
+        repeated = [name for name, n in Counter(r.name for r in self.recipes).items() if n > 1]
+        if repeated:
+            raise NarrowgateError(f"recipe '{repeated[0]}' is given twice; every report needs a name of its own")
+        if self.seeds is not None and self.seeds < 1:
+            raise NarrowgateError(f"seeds: found {self.seeds}, expected at least 1")
+
+
+def run_gate(run: Run, progress: Progress) -> list[Report]:
+    """Train, time and decide; return one report a recipe.
+
+    Raises:
+        NarrowgateError: bad input, found before training wherever it can be.
+        RunError: the run failed.
+    """
+    started = time.monotonic()
+    progress.phase(f"opening {run.source.task or f'{run.source.model} on {run.source.data}'}")
+    task = run.source.open()
+    device = torch.device(run.source.device)
+    plans = [_plan(task, recipe, run.backend, device) for recipe in run.recipes]
+    opened = time.monotonic()
+
+    seeds = range(run.policy.seeds if run.seeds is None else run.seeds)
+    job = Job(run.source, run.recipes, run.backend, run.policy.stability)
+    text = f"training {len(seeds)} paired seeds of {1 + len(run.recipes)} arms on {device.type}"
+    progress.phase(text, trainings=len(seeds) * (1 + len(run.recipes)))
+    if device.type == "cuda":
+        by_seed = train_in_process(job, task, device, seeds, progress)
+    else:
+        by_seed = train_seeds(job, seeds, progress)
+    trained = time.monotonic()
+
+    steps = [
+        _time_steps(run, task, recipe, plan, device, progress) for recipe, plan in zip(run.recipes, plans, strict=True)
+    ]
+    timed = time.monotonic()
+    wall = {"setup": opened - started, "quality": trained - opened, "speed": timed - trained, "all": timed - started}
+    measured = [_measurements([by_seed[seed][i] for seed in seeds], steps[i], plan) for i, plan in enumerate(plans)]
+    return [
+        _report(run, task, plan, m, decision, wall)
+        for plan, m, decision in zip(plans, measured, decide_family(measured, run.policy), strict=True)
+    ]
+
+
+def _plan(task: Task, recipe: Recipe, backend: str | None, device: torch.device) -> Plan:
+    """Apply a recipe to a throw-away model: whatever does not fit shows before any training."""
+    seed_generators(0)
+    return apply_recipe(task.build_model().to(device), recipe, backend=backend)
+
+
+def _time_steps(run: Run, task: Task, recipe: Recipe, plan: Plan, device: torch.device, progress: Progress) -> StepTime:
+    if device.type != "cuda":
+        return StepTime(status="no_gpu")
+    if not plan.native:
+        return StepTime(status="emulated")
+    most = run.policy.speed.max_quartets
+    progress.phase(f"timing steps of {recipe.name}: compiling and warming up")
+
+    def told(n: int, ratio: float) -> None:
+        progress.phase(f"timing steps of {recipe.name}: quartet {n} of at most {most}, speedup {ratio:.4f}x")
+
+    return measure_step_time(task, recipe, run.backend, device, run.policy.speed, run.policy.alpha, told)
+
+
+def _measurements(pairs: Sequence[Pair], step_time: StepTime, plan: Plan) -> Measurements:
+    return Measurements(
+        tasks=pairs[0].tasks,
+        seeds=tuple(pair.run for pair in pairs),
+        rows=combine(pairs),
+        step_time=step_time,
+        device=plan.device.name,
+        emulated=tuple(plan.emulated_reasons()),
+    )
+
+
+def _report(run: Run, task: Task, plan: Plan, m: Measurements, decision: Any, wall: dict[str, float]) -> Report:
+    model, data = tasks.describe(task)
+    recipe = plan.recipe
+    return Report(
+        schema_version=SCHEMA_VERSION,
+        verdict=decision.verdict,
+        reasons=decision.reasons,
+        recipe=RecipeFacts(
+            name=recipe.name,
+            description=recipe.description,
+            hash=recipe.hash(),
+            backend=plan.backend,
+            resolved=recipe.to_dict(),
+            plan={**plan.to_dict(), "groups": plan_groups(plan)},
+        ),
+        model=model,
+        data=data,
+        environment=environment(run.source.device),
+        gates=decision.gates,
+        statistics=statistics_of(m, decision),
+        evidence=evidence_of(m, run.policy.alpha, compiled=run.source.device == "cuda"),
+        policy=run.policy,
+        wall_seconds=wall,
+        measurements=m,
+    )
+
+
+def plan_groups(plan: Plan) -> list[dict[str, Any]]:
+    """Return the plan's layers grouped by what they run, most layers first; emulated paths say so."""
+    groups: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for layer in plan.layers:
+        cells = []
+        for path, gemm in layer.config.gemms():
+            text = str(gemm.first) if gemm.first == gemm.second else f"{gemm.first} · {gemm.second}"
+            cells.append(text if layer.support[path].native else f"{text} (emulated)")
+        groups[tuple(cells)].append(layer.name)
+    ordered = sorted(groups.items(), key=lambda item: -len(item[1]))
+    return [
+        {"layers": len(names), "fprop": cells[0], "dgrad": cells[1], "wgrad": cells[2], "example": names[0]}
+        for cells, names in ordered
+    ]

@@ -1,0 +1,79 @@
+"""Training all arms of all seeds: seed by seed on a CPU, arm by arm on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from .pairs import Pair, Pairing
+from .policy import StabilityLimits
+from .progress import Progress, Step
+from .task import Task, TaskSource
+from .train import Arm, Trained, Watch, honest_compilation
+
+if TYPE_CHECKING:
+    from ..recipes.recipe import Recipe
+
+BASELINE = "baseline"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every seed of a run trains: the baseline, and one candidate a recipe."""
+
+    source: TaskSource
+    recipes: tuple[Recipe, ...]
+    backend: str | None
+    limits: StabilityLimits
+
+    def arms(self, task: Task, device: torch.device) -> list[tuple[str, Arm]]:
+        """Return the named arms, the baseline first."""
+        steps = self.source.steps
+        named: list[tuple[str, Recipe | None]] = [(BASELINE, None), *((r.name, r) for r in self.recipes)]
+        return [(name, Arm(task, device, recipe, self.backend, steps)) for name, recipe in named]
+
+
+def train_seed(
+    pairing: Pairing,
+    arms: Sequence[tuple[str, Arm]],
+    seed: int,
+    told: Callable[[Step], None],
+    trained: Callable[[int, str], None],
+) -> list[Pair]:
+    """Train every arm under one seed; return one pair a candidate."""
+    runs: list[Trained] = []
+    for name, arm in arms:
+        runs.append(arm.train(seed, watcher(seed, name, told)))
+        trained(seed, name)
+    return [pairing.pair(runs[0], run) for run in runs[1:]]
+
+
+def train_in_process(
+    job: Job, task: Task, device: torch.device, seeds: Sequence[int], progress: Progress
+) -> dict[int, list[Pair]]:
+    """Train arm by arm in this process, so that each is compiled once and its peak memory is its own.
+
+    Returns:
+        By seed, one pair a candidate.
+    """
+    by_arm: list[list[Trained]] = []
+    with honest_compilation():
+        for name, arm in job.arms(task, device):
+            runs = []
+            for seed in seeds:
+                runs.append(arm.train(seed, watcher(seed, name, progress.step)))
+                progress.trained(seed, name)
+            arm.release()
+            by_arm.append(runs)
+    pairing = Pairing(task, job.limits)
+    return {
+        seed: [pairing.pair(by_arm[0][i], candidate[i]) for candidate in by_arm[1:]] for i, seed in enumerate(seeds)
+    }
+
+
+def watcher(seed: int, arm: str, told: Callable[[Step], None]) -> Watch:
+    """Return a training's watch function that tells of its steps."""
+    return lambda step, steps, loss: told(Step(seed, arm, step, steps, loss))

@@ -1,0 +1,308 @@
+"""Training one arm: the same weights, batches and dropout for a seed, whichever arm it is.
+
+On a GPU an arm's model is compiled once and re-initialised in place for every seed, so that compilation is paid once
+an arm. Nothing waits for the device inside a step: losses and gradient norms stay there and are fetched in bulk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from ..precision.errors import NarrowgateError
+from .batches import fingerprint, length, tensors, to_device, weights_fingerprint
+from .task import Prediction, Task, make_optimizer
+
+if TYPE_CHECKING:
+    from ..recipes.plan import Plan
+    from ..recipes.recipe import Recipe
+
+#: Called with (step, steps or None, loss) from time to time.
+Watch = Callable[[int, "int | None", float], None]
+
+#: Steps between two fetches from a GPU; on a CPU every step is at hand anyway.
+_FETCH_EVERY = 20
+#: A graph that keeps recompiling would fall back to eager in one arm and spoil the comparison: it fails instead.
+_RECOMPILES = 64
+
+
+class RunError(RuntimeError):
+    """The run failed for a reason that is no bad input: the command ends with exit code 4."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What one training of one arm left behind, on the host."""
+
+    seed: int
+    #: Hash of the initial weights, before any recipe, and of the first batch: equal for both arms of a seed.
+    weights: str
+    first_batch: str
+    #: [steps] float64 each: training loss and total gradient norm.
+    losses: NDArray[np.float64]
+    gradient_norms: NDArray[np.float64]
+    #: [rows, tasks] float64; None where training stopped at a loss or gradient that was not finite.
+    logits: NDArray[np.float64] | None
+    #: [rows, tasks], [rows] and [rows]; None where there are none (or no predictions).
+    labels: NDArray[np.float64] | None
+    row_weights: NDArray[np.float64] | None
+    groups: NDArray[np.int64] | None
+    peak_memory: int | None
+    seconds: float
+    first_step_seconds: float
+
+
+@dataclass
+class Arm:
+    """One arm's model, compiled where the device is a GPU, ready to be trained seed after seed.
+
+    Attributes:
+        recipe: the candidate's recipe; None for the baseline.
+        backend: overrides the recipe's backend.
+        steps: at most so many training steps a seed; None for all batches.
+    """
+
+    task: Task
+    device: torch.device
+    recipe: Recipe | None = None
+    backend: str | None = None
+    steps: int | None = None
+    _model: nn.Module | None = None
+    _callable: Any = None
+    _plan: Plan | None = None
+    _fresh_state: Any = None
+
+    def train(self, seed: int, watch: Watch) -> Trained:
+        """Train from scratch under ``seed`` and predict the held-out rows.
+
+        Raises:
+            RunError: the task has no batches, or contradicts itself.
+            NarrowgateError: the recipe or what the task returns cannot be used.
+        """
+        cuda = self.device.type == "cuda"
+        weights = self.start(seed)
+        if cuda:
+            torch.cuda.reset_peak_memory_stats(self.device)
+        started = time.perf_counter()
+        losses, norms, first_batch, first_step = self._fit(seed, watch)
+        peak = torch.cuda.max_memory_allocated(self.device) if cuda else None
+        broken = not (np.isfinite(losses).all() and np.isfinite(norms).all())
+        predicted = (None, None, None, None) if broken else self._predict()
+        return Trained(
+            seed=seed,
+            weights=weights,
+            first_batch=first_batch,
+            losses=losses,
+            gradient_norms=norms,
+            logits=predicted[0],
+            labels=predicted[1],
+            row_weights=predicted[2],
+            groups=predicted[3],
+            peak_memory=peak,
+            seconds=time.perf_counter() - started,
+            first_step_seconds=first_step,
+        )
+
+    def start(self, seed: int) -> str:
+        """Put the model into its initial state for ``seed``; return the hash of its weights before any recipe."""
+        seed_generators(seed)
+        fresh = self.task.build_model()
+        if not isinstance(fresh, nn.Module):
+            raise NarrowgateError(f"build_model() returned a {type(fresh).__name__}, expected a torch.nn.Module")
+        fresh = fresh.to(self.device)
+        weights = weights_fingerprint(fresh)
+        if self._model is None or self.device.type != "cuda":
+            self._model = fresh
+            if self.recipe is not None:
+                from ..recipes import apply_recipe
+
+                self._plan = apply_recipe(fresh, self.recipe, backend=self.backend, seed=seed, device=self.device)
+            self._callable = compile_model(fresh) if self.device.type == "cuda" else fresh
+        else:
+            _copy_state(fresh, self._model)
+        if self.recipe is not None and self.device.type == "cuda":
+            self._reset_recipe(seed)
+        return weights
+
+    def stepper(self, seed: int) -> Callable[[Any], None]:
+        """Return a function that runs one whole optimizer step on a batch, for timing."""
+        self.start(seed)
+        assert self._model is not None
+        self._model.train()
+        optimizer = self._optimizer()
+
+        def step(batch: Any) -> None:
+            optimizer.zero_grad(set_to_none=True)
+            with torch.autocast(self.device.type, torch.bfloat16):
+                loss = self.task.loss(self._callable, batch)
+            loss.backward()
+            optimizer.step()
+
+        return step
+
+    def release(self) -> None:
+        """Give the model's memory back, so that the next arm's peak is its own."""
+        self._model = self._callable = self._plan = self._fresh_state = None
+        if self.device.type == "cuda":
+            torch._dynamo.reset()
+            gc.collect()
+            torch.cuda.empty_cache()
+
+    def batches(self, seed: int) -> tuple[Iterator[Any], int | None]:
+        """Return the training batches of a seed, at most ``steps`` of them, and how many there are."""
+        source = self.task.train_batches(seed)
+        total = length(source)
+        if self.steps is not None:
+            total = self.steps if total is None else min(total, self.steps)
+        return itertools.islice(iter(source), self.steps), total
+
+    def _optimizer(self) -> Any:
+        assert self._model is not None
+        optimizer = make_optimizer(self.task, self._model)
+        return optimizer if self._plan is None else self._plan.wrap_optimizer(optimizer)
+
+    def _fit(self, seed: int, watch: Watch) -> tuple[NDArray[np.float64], NDArray[np.float64], str, float]:
+        assert self._model is not None
+        self._model.train()
+        optimizer = self._optimizer()
+        batches, total = self.batches(seed)
+        fetched: list[NDArray[np.float64]] = []
+        waiting: list[Tensor] = []
+        first_batch, first_step, started = "", 0.0, time.perf_counter()
+        fetch_every = _FETCH_EVERY if self.device.type == "cuda" else 1
+        step = 0
+        seed_generators(_dropout_seed(seed))
+        for step, batch in enumerate(batches, 1):
+            if step == 1:
+                first_batch = fingerprint(tensors(batch))
+            batch = to_device(batch, self.device)
+            optimizer.zero_grad(set_to_none=True)
+            with torch.autocast(self.device.type, torch.bfloat16):
+                loss = self.task.loss(self._callable, batch)
+            if loss.numel() != 1:
+                raise NarrowgateError(f"loss() returned a tensor of shape {list(loss.shape)}, expected a scalar")
+            loss.backward()
+            waiting.append(torch.stack([loss.detach().reshape(()).float(), gradient_norm(self._model)]))
+            optimizer.step()
+            if step % fetch_every == 0 or step == 1:
+                fetched.append(torch.stack(waiting).double().cpu().numpy())
+                waiting.clear()
+                watch(step, total, float(fetched[-1][-1, 0]))
+                if step == 1:
+                    first_step = time.perf_counter() - started
+                if not np.isfinite(fetched[-1]).all():
+                    break
+        if waiting:
+            fetched.append(torch.stack(waiting).double().cpu().numpy())
+        if not fetched:
+            raise NarrowgateError(f"train_batches({seed}) yielded no batch")
+        watch(step, step, float(fetched[-1][-1, 0]))
+        values = np.concatenate(fetched)
+        return values[:, 0], values[:, 1], first_batch, first_step
+
+    def _predict(self) -> tuple[Any, Any, Any, Any]:
+        assert self._model is not None
+        self._model.eval()
+        parts: list[Prediction] = []
+        with torch.no_grad(), torch.autocast(self.device.type, torch.bfloat16):
+            for batch in self.task.eval_batches():
+                prediction = self.task.predict(self._callable, to_device(batch, self.device))
+                parts.append(_checked(prediction))
+        self._model.train()
+        if not parts:
+            raise NarrowgateError("eval_batches() yielded no batch")
+
+        def join(name: str, dtype: torch.dtype) -> Any:
+            values = [getattr(part, name) for part in parts]
+            if all(value is None for value in values):
+                return None
+            if any(value is None for value in values):
+                raise NarrowgateError(f"predict() returned {name} for some batches only")
+            return torch.cat(values).to("cpu", dtype).numpy()
+
+        return (
+            join("logits", torch.float64),
+            join("labels", torch.float64),
+            join("weights", torch.float64),
+            join("groups", torch.int64),
+        )
+
+    def _reset_recipe(self, seed: int) -> None:
+        """Start the recipe's own state (scales, random streams) anew without touching the compiled graph."""
+        from ..recipes import load_recipe_state, recipe_state
+
+        assert self._model is not None
+        if self._fresh_state is None:
+            self._fresh_state = recipe_state(self._model)
+        load_recipe_state(self._model, self._fresh_state)
+
+
+def compile_model(model: nn.Module) -> Any:
+    """Compile a model the same way for every arm."""
+    return torch.compile(model)
+
+
+@contextlib.contextmanager
+def honest_compilation() -> Iterator[None]:
+    """Within, a graph that recompiles without end raises instead of falling back to eager silently."""
+    with torch._dynamo.config.patch(recompile_limit=_RECOMPILES, fail_on_recompile_limit_hit=True):
+        yield
+
+
+def seed_generators(seed: int) -> None:
+    """Seed every generator that a model or its data may draw from."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def gradient_norm(model: nn.Module) -> Tensor:
+    """Return the total gradient norm, FP32 scalar on the model's device; not finite where any gradient is not."""
+    grads: list[Tensor] = [p.grad for p in model.parameters() if p.grad is not None]
+    if not grads:
+        raise NarrowgateError("no parameter has a gradient after loss().backward()")
+    grads = [g._values() if g.is_sparse else g for g in grads]
+    return torch.nn.utils.get_total_norm(grads).float()
+
+
+def _dropout_seed(seed: int) -> int:
+    # Apart from the seed that drew the weights, so that masks are not a function of them.
+    return (seed * 0x9E3779B1 + 0x7F4A7C15) % 2**63
+
+
+def _copy_state(source: nn.Module, target: nn.Module) -> None:
+    """Copy parameters and buffers, also those that are not persistent, in place."""
+    fresh = dict([*source.named_parameters(), *source.named_buffers()])
+    with torch.no_grad():
+        for name, value in [*target.named_parameters(), *target.named_buffers()]:
+            if name not in fresh or fresh[name].shape != value.shape:
+                raise RunError(f"build_model() built '{name}' in another shape for another seed")
+            value.copy_(fresh[name])
+            if isinstance(value, nn.Parameter):
+                value.grad = None
+
+
+def _checked(prediction: Any) -> Prediction:
+    if not isinstance(prediction, Prediction):
+        raise NarrowgateError(f"predict() returned a {type(prediction).__name__}, expected a Prediction")
+    logits, labels = prediction.logits, prediction.labels
+    if logits.ndim != 2 or labels.shape != logits.shape:
+        raise NarrowgateError(
+            f"predict() returned logits {list(logits.shape)} and labels {list(labels.shape)}, expected [n, tasks] both"
+        )
+    for name in ("weights", "groups"):
+        value = getattr(prediction, name)
+        if value is not None and value.shape != logits.shape[:1]:
+            raise NarrowgateError(f"predict() returned {name} {list(value.shape)}, expected [{logits.shape[0]}]")
+    return prediction
