@@ -10,45 +10,77 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ..precision.spec import Spec
+    from .apply import apply_recipe, disabled, remove_recipe
+    from .decorator import low_precision
     from .errors import Diagnostic, RecipeError, github_annotations
     from .load import builtin_names, builtin_text, load_recipe
+    from .plan import LayerPlan, Origin, Plan
     from .recipe import Activations, OptimizerState, Path, Recipe, Rule, Shards
+    from .resolution import resolve
     from .schema import recipe_schema, recipe_schema_text
+    from .state import RecipeState, load_recipe_state, recipe_state
+    from .validate import Validation, validate_file
 
 _HOMES = {
     "Activations": ".recipe",
     "Diagnostic": ".errors",
+    "LayerPlan": ".plan",
     "OptimizerState": ".recipe",
+    "Origin": ".plan",
     "Path": ".recipe",
+    "Plan": ".plan",
     "Recipe": ".recipe",
     "RecipeError": ".errors",
+    "RecipeState": ".state",
     "Rule": ".recipe",
     "Shards": ".recipe",
     "Spec": "..precision.spec",
+    "Validation": ".validate",
+    "apply_recipe": ".apply",
     "builtin_names": ".load",
     "builtin_text": ".load",
+    "disabled": ".apply",
     "github_annotations": ".errors",
     "load_recipe": ".load",
+    "load_recipe_state": ".state",
+    "low_precision": ".decorator",
     "recipe_schema": ".schema",
     "recipe_schema_text": ".schema",
+    "recipe_state": ".state",
+    "remove_recipe": ".apply",
+    "resolve": ".resolution",
+    "validate_file": ".validate",
 }
 
 __all__ = [
     "Activations",
     "Diagnostic",
+    "LayerPlan",
     "OptimizerState",
+    "Origin",
     "Path",
+    "Plan",
     "Recipe",
     "RecipeError",
+    "RecipeState",
     "Rule",
     "Shards",
     "Spec",
+    "Validation",
+    "apply_recipe",
     "builtin_names",
     "builtin_text",
+    "disabled",
     "github_annotations",
     "load_recipe",
+    "load_recipe_state",
+    "low_precision",
     "recipe_schema",
     "recipe_schema_text",
+    "recipe_state",
+    "remove_recipe",
+    "resolve",
+    "validate_file",
 ]
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
@@ -169,7 +169,7 @@ class _Builder:
     def _alias(self, event: Any) -> Node:
         target = self.anchors.get(event.anchor)
         if target is None:
-            self._stop(event, f"found alias '*{event.anchor}', expected one whose anchor is complete before it")
+            return self._stop(event, f"found alias '*{event.anchor}', expected one whose anchor is complete before it")
         self.nodes += target.size
         if self.nodes > MAX_NODES:
             self._stop(event, f"aliases expand to more than {MAX_NODES} values")
@@ -200,11 +200,11 @@ class _Builder:
     def _report(self, line: int, column: int, message: str) -> None:
         self.faults.append(Diagnostic(file=self.file, line=line, column=column, message=message))
 
-    def _fail(self, line: int, column: int, message: str) -> None:
+    def _fail(self, line: int, column: int, message: str) -> NoReturn:
         self._report(line, column, message)
         raise RecipeError(self.faults) from None
 
-    def _stop(self, event: Any, message: str) -> Any:
+    def _stop(self, event: Any, message: str) -> NoReturn:
         self._fail(event.start_mark.line + 1, event.start_mark.column + 1, message)
 
 

@@ -16,7 +16,7 @@ from .errors import Diagnostic, RecipeError, found
 if TYPE_CHECKING:
     from .recipe import Recipe
 
-_BUILTIN = f"{__package__}.builtin"
+_BUILTIN = "narrowgate.recipes.builtin"
 _MAX_EXTENDS = 16
 
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from ..precision.config import ACCUMULATES, OPERANDS
 from ..precision.errors import NarrowgateError, SpecError, did_you_mean
 from ..precision.spec import Spec, as_spec
-from .errors import ExpressionError, found
+from .errors import Diagnostic, ExpressionError, found
 from .globs import Pattern, parse_pattern
 from .where import Where, parse_where
 
@@ -70,6 +70,17 @@ class Path:
     #: ``fast`` or ``accurate``.
     accumulate: str | None = None
 
+    if TYPE_CHECKING:  # texts are parsed on construction
+
+        def __init__(
+            self,
+            *,
+            input: Spec | str | None = None,
+            weight: Spec | str | None = None,
+            grad: Spec | str | None = None,
+            accumulate: str | None = None,
+        ) -> None: ...
+
     def __post_init__(self) -> None:
         for operand in ("input", "weight", "grad"):
             _set_spec(self, operand)
@@ -114,6 +125,22 @@ class Rule:
 
     source: Source | None = field(default=None, compare=False, repr=False)
 
+    if TYPE_CHECKING:  # texts are parsed on construction
+
+        def __init__(
+            self,
+            *,
+            layers: str | Iterable[str],
+            where: str | None = None,
+            optional: bool = False,
+            all: Spec | str | None = None,
+            fprop: Path | Spec | str | Mapping[str, Any] | None = None,
+            dgrad: Path | Spec | str | Mapping[str, Any] | None = None,
+            wgrad: Path | Spec | str | Mapping[str, Any] | None = None,
+            when: str | None = None,
+            source: Source | None = None,
+        ) -> None: ...
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", _layers(self.layers))
         if self.where is not None:
@@ -155,6 +182,16 @@ class Shards:
     #: Allow gathered codes that are not the weight operand, at the price of a second quantization.
     requantize: bool = False
 
+    if TYPE_CHECKING:  # texts are parsed on construction
+
+        def __init__(
+            self,
+            *,
+            all_gather: Spec | str = ...,
+            reduce_scatter: Spec | str = ...,
+            requantize: bool = False,
+        ) -> None: ...
+
     def __post_init__(self) -> None:
         _set_spec(self, "all_gather")
         _set_spec(self, "reduce_scatter")
@@ -177,6 +214,10 @@ class OptimizerState:
     """How the optimizer's moments are stored."""
 
     state: Spec = _FP32
+
+    if TYPE_CHECKING:  # texts are parsed on construction
+
+        def __init__(self, *, state: Spec | str = ...) -> None: ...
 
     def __post_init__(self) -> None:
         _set_spec(self, "state")
@@ -206,6 +247,24 @@ class Recipe:
     source: Source | None = field(default=None, compare=False, repr=False)
     #: The recipe behind ``extends``, once read.
     base: Recipe | None = field(default=None, compare=False, repr=False)
+
+    if TYPE_CHECKING:  # texts are parsed on construction
+
+        def __init__(
+            self,
+            *,
+            name: str,
+            description: str = "",
+            extends: str | None = None,
+            defaults: Spec | str | None = None,
+            rules: Iterable[Rule] = (),
+            shards: Shards | None = None,
+            activations: Activations | None = None,
+            optimizer: OptimizerState | None = None,
+            backend: str | None = None,
+            source: Source | None = None,
+            base: Recipe | None = None,
+        ) -> None: ...
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
@@ -278,6 +337,16 @@ class Recipe:
         return None if self.source is None or self.source.file.startswith("<") else FilePath(self.source.file)
 
 
+def at_rule(flat: Recipe, index: int | None, name: str, message: str, *, severity: str = "error") -> Diagnostic:
+    """Return a finding at field ``name`` of rule ``index`` of a flattened recipe; None is its ``defaults``."""
+    source = flat.source if index is None else flat.rules[index].source
+    field = "defaults" if index is None else f"rules[{index}].{name}"
+    if source is None:
+        return Diagnostic(field=field, message=message, severity=severity)
+    line, column = source.locate("defaults") if index is None else source.locate(name, name.partition(".")[0], "all")
+    return Diagnostic(file=source.file, line=line, column=column, field=field, message=message, severity=severity)
+
+
 NAME_RULE = "letters, digits, '.', '_' and '-' (at most 64, starting with a letter or digit)"
 
 
@@ -308,8 +377,9 @@ def _layers(layers: str | Iterable[str]) -> tuple[str, ...]:
 
 def _path(path: str, operands: tuple[str, str], value: object) -> Path | None:
     if isinstance(value, str | Spec):
-        value = Path(**{operand: _expression(as_spec, path, value) if isinstance(value, str) else value
-                        for operand in operands})  # fmt: skip
+        spec = _expression(as_spec, path, value) if isinstance(value, str) else value
+        both: dict[str, Any] = dict.fromkeys(operands, spec)
+        value = Path(**both)
     if value is None:
         return None
     if isinstance(value, Mapping):

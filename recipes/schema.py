@@ -190,7 +190,7 @@ def recipe_schema_text() -> str:
 
 def shipped_schema_text() -> str:
     """Return the schema file that the package carries."""
-    return resources.files(__package__).joinpath(SCHEMA_FILE).read_text(encoding="utf-8")
+    return resources.files("narrowgate.recipes").joinpath(SCHEMA_FILE).read_text(encoding="utf-8")
 
 
 def _drop_nulls(value: Any) -> None:

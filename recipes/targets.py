@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import nn
-from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.parameter import UninitializedParameter
 
 from ..precision.linear import LowPrecisionLinear, original_type
 
@@ -94,7 +94,7 @@ def _out_of_reach(module: nn.Module, parent: nn.Module | None) -> str | None:
     if isinstance(module, nn.Linear):
         if isinstance(parent, nn.MultiheadAttention):
             return "nn.MultiheadAttention reads this weight directly and never calls the module"
-        if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
+        if isinstance(module.weight, UninitializedParameter):
             return "its shape is unknown before the first forward"
         if "forward" in module.__dict__:
             return "its forward was replaced on the instance, which a swapped class would not reach"

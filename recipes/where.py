@@ -301,7 +301,7 @@ def _both_finite(a: Any, b: Any) -> Any:
 
 
 def _present(a: Any) -> Any:
-    return np.not_equal(a, None) if isinstance(a, np.ndarray) else np.bool_(a is not None)
+    return np.array([x is not None for x in a.tolist()]) if isinstance(a, np.ndarray) else np.bool_(a is not None)
 
 
 def _both_text(a: Any, b: Any) -> Any:

@@ -22,7 +22,7 @@ from .errors import Diagnostic, RecipeError, found
 from .globs import Names, Pattern
 from .load import load_recipe
 from .plan import LayerPlan, Origin, Plan
-from .recipe import FIELDS, Recipe, Rule, Shards
+from .recipe import FIELDS, Recipe, Rule, Shards, at_rule
 from .targets import Target, find_targets
 
 _DEFAULTS = -1
@@ -232,8 +232,8 @@ class _Resolution:
                 if a != b:
                     name = f"{path}.weight"
                     message = (
-                        f"found one weight in two formats: '{self.names[other]}' and '{self.names[index]}' are tied, and "
-                        f"their {name} is {a} ({combinations[other].origin[name]}) and {b} "
+                        f"found one weight in two formats: '{self.names[other]}' and '{self.names[index]}' are tied, "
+                        f"and their {name} is {a} ({combinations[other].origin[name]}) and {b} "
                         f"({combinations[index].origin[name]}); expected the same"
                     )
                     rule = combinations[index].origin[name].rule
@@ -252,15 +252,7 @@ class _Resolution:
 
     def at(self, index: int, name: str, message: str, severity: str = "error") -> Diagnostic:
         """Return a finding at field ``name`` of rule ``index``."""
-        if index == _DEFAULTS:
-            source, field = self.recipe.source, "defaults"
-            place = source.locate("defaults") if source is not None else None
-        else:
-            source, field = self.recipe.rules[index].source, f"rules[{index}].{name}"
-            place = source.locate(name, name.partition(".")[0], "all") if source is not None else None
-        line, column = place or (None, None)
-        file = source.file if source is not None else "<python>"
-        return Diagnostic(file=file, line=line, column=column, field=field, message=message, severity=severity)
+        return at_rule(self.recipe, None if index == _DEFAULTS else index, name, message, severity=severity)
 
     def who(self, owner: int, name: str) -> str:
         origin = self.origin(owner, name)

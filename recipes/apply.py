@@ -1,0 +1,153 @@
+"""Recipes on models: apply in place, take off again, and switch the decorator off for a baseline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path as FilePath
+
+from torch import nn
+
+from ..precision.capability import Device
+from ..precision.errors import NarrowgateError, NotBuiltError, did_you_mean
+from ..precision.linear import LowPrecisionLinear, lower_linear, restore_linear
+from .errors import Diagnostic, RecipeError, found
+from .load import load_recipe
+from .plan import Plan
+from .recipe import BACKENDS, Recipe
+from .resolution import resolve
+from .runnable import not_built_in_parts, not_built_in_plan
+from .targets import find_targets, named_modules
+
+#: Where a module that a recipe was applied to keeps its :class:`Applied`; a plain attribute, never in ``state_dict()``.
+_MARK = "_narrowgate_recipe"
+_DISABLED: ContextVar[bool] = ContextVar("narrowgate_disabled", default=False)
+
+
+@dataclass(frozen=True)
+class Applied:
+    """What a module remembers of the recipe it carries."""
+
+    name: str
+    hash: str
+    seed: int
+
+
+def apply_recipe(
+    model: nn.Module,
+    recipe: str | FilePath | Recipe,
+    *,
+    backend: str | None = None,
+    seed: int = 0,
+    device: Device | None = None,
+) -> Plan:
+    """Make ``model`` train by ``recipe``, in place.
+
+    Layers that the recipe leaves in BF16 are not touched. The others keep their Parameters, names, hooks and
+    ``isinstance(m, nn.Linear)``; an optimizer built before stays valid.
+
+    Args:
+        model: any module; its ``nn.Linear`` layers are the targets.
+        recipe: a built-in name, a path, or a :class:`Recipe`.
+        backend: overrides the recipe's backend.
+        seed: seed of the stochastic rounding, the same on every rank.
+        device: what the returned plan calls native or emulated; None is the model's own device. What runs
+            depends on where the tensors are, whatever this says.
+
+    Returns:
+        The resolved plan.
+
+    Raises:
+        RecipeError: the recipe does not parse or does not fit the model.
+        NotBuiltError: it asks for something that this version cannot run; names it with rule and line.
+        NarrowgateError: a recipe is applied already, in the model or in a part of it.
+    """
+    if not isinstance(model, nn.Module):
+        raise NarrowgateError(f"found {found(model)}, expected a torch.nn.Module to apply a recipe to")
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise NarrowgateError(f"seed: found {found(seed)}, expected a whole number")
+    check_backend(backend)
+    loaded = load_recipe(recipe)
+    _refuse_second(model, loaded)
+    plan = resolve(loaded, model, device=device, backend=backend)
+    missing = [*not_built_in_parts(loaded, backend), *not_built_in_plan(plan)]
+    if missing:
+        raise NotBuiltError("\n".join(str(finding) for finding in missing))
+    targets, _ = find_targets(model)
+    done: list[nn.Linear] = []
+    try:
+        for target, layer in zip(targets, plan.layers, strict=True):
+            if not layer.config.high_precision:
+                lower_linear(target.module, layer.config, name=layer.name, seed=seed)
+                done.append(target.module)
+    except BaseException:  # never leave half a model behind
+        for module in done:
+            assert isinstance(module, LowPrecisionLinear)
+            restore_linear(module)
+        raise
+    model.__dict__[_MARK] = Applied(loaded.name, loaded.hash(), seed)
+    return plan
+
+
+def remove_recipe(model: nn.Module) -> None:
+    """Undo :func:`apply_recipe`: every layer of ``model`` is what it was, with the Parameters it has now.
+
+    Raises:
+        NarrowgateError: no recipe is applied to the model or a part of it.
+    """
+    lowered = [module for _, module, _ in named_modules(model) if isinstance(module, LowPrecisionLinear)]
+    if not lowered and not applied_recipes(model):
+        raise NarrowgateError(f"found no recipe on this {type(model).__name__}, expected one to remove")
+    for module in lowered:
+        restore_linear(module)
+    for _, module, _ in named_modules(model):
+        module.__dict__.pop(_MARK, None)
+
+
+def applied_recipes(model: nn.Module) -> dict[str, Applied]:
+    """Return what recipes ``model`` carries, by the name of the module each was applied to (``""`` is ``model``)."""
+    return {name: module.__dict__[_MARK] for name, module, _ in named_modules(model) if _MARK in module.__dict__}
+
+
+@contextmanager
+def disabled() -> Iterator[None]:
+    """Within this block models of a :func:`narrowgate.recipes.low_precision` decorator are built without recipe.
+
+    An explicit :func:`apply_recipe` still applies. Holds for the current thread or async task.
+    """
+    token = _DISABLED.set(True)
+    try:
+        yield
+    finally:
+        _DISABLED.reset(token)
+
+
+def is_disabled() -> bool:
+    """Return whether :func:`disabled` is in force here."""
+    return _DISABLED.get()
+
+
+def check_backend(backend: str | None) -> None:
+    """Refuse a backend that does not exist."""
+    if backend is not None and backend not in BACKENDS:
+        hint = did_you_mean(backend, BACKENDS) if isinstance(backend, str) else ""
+        raise RecipeError(
+            [Diagnostic(message=f"backend: found {found(backend)}, expected {', '.join(BACKENDS)}{hint}")]
+        )
+
+
+def _refuse_second(model: nn.Module, recipe: Recipe) -> None:
+    for name, applied in applied_recipes(model).items():
+        where = f"'{name}' of this model" if name else "this model"
+        raise NarrowgateError(
+            f"{where} carries recipe '{applied.name}' already, found a second one, '{recipe.name}'; "
+            "expected one (remove_recipe takes the first off)"
+        )
+    for name, module, _ in named_modules(model):
+        if isinstance(module, LowPrecisionLinear):
+            raise NarrowgateError(
+                f"layer '{name}' is low-precision already, found a second recipe, '{recipe.name}'; "
+                "expected one (remove_recipe takes the first off)"
+            )

@@ -1,0 +1,97 @@
+"""What the language allows and this version does not run: said by name and place, never passed over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..precision.config import OPERANDS, GemmConfig, LinearConfig
+from ..precision.linear import unsupported
+from ..precision.spec import Spec
+from .errors import Diagnostic
+from .plan import Plan
+from .recipe import FIELDS, Recipe, Rule, at_rule
+
+
+def not_built_in_recipe(recipe: Recipe, backend: str | None = None) -> list[Diagnostic]:
+    """Return what of ``recipe`` no model can run yet; ``backend`` overrides the recipe's."""
+    findings = not_built_in_parts(recipe, backend)
+    flat = recipe.flatten()
+    for index, rule in enumerate(flat.rules):
+        if rule.when == "profitable":
+            message = "profitable is not built yet, only always"
+            findings.append(at_rule(flat, index, "when", message))
+        reason = unsupported(rule_config(rule))
+        if reason is not None:
+            findings.append(at_rule(flat, index, *_field_of(reason)))
+    return findings
+
+
+def not_built_in_plan(plan: Plan) -> list[Diagnostic]:
+    """Return what of a plan its layers cannot run yet, each at the rule that asked for it."""
+    findings: dict[Diagnostic, None] = {}
+    for layer in plan.layers:
+        if layer.config.high_precision:
+            continue
+        if layer.when != "always":
+            rule = layer.origin["when"].rule
+            assert rule is not None, "when defaults to always"
+            findings[at_rule(plan.recipe, rule, "when", f"{layer.when} is not built yet, only always")] = None
+        reason = unsupported(layer.config)
+        if reason is not None:
+            name, message = _field_of(reason)
+            rule = layer.origin[name].rule if name in layer.origin else None
+            findings[at_rule(plan.recipe, rule, name, message)] = None
+    return list(findings)
+
+
+def not_built_in_parts(recipe: Recipe, backend: str | None = None) -> list[Diagnostic]:
+    """Return what of ``recipe`` outside its rules cannot run yet; ``backend`` overrides the recipe's."""
+    return list(_parts(recipe, backend))
+
+
+def _parts(recipe: Recipe, backend: str | None) -> Iterator[Diagnostic]:
+    flat = recipe.flatten()
+    chosen = backend or flat.backend or "native"
+    if chosen != "native":
+        message = f"backend {chosen} is not built yet, only native"
+        yield Diagnostic(message=message) if backend else _at_part(recipe, "backend", "", message)
+    if flat.shards is not None:
+        for name in ("all_gather", "reduce_scatter"):
+            spec: Spec = getattr(flat.shards, name)
+            if spec.format != "bf16":
+                yield _at_part(recipe, "shards", name, f"{spec} is not built yet, only bf16")
+    if flat.activations is not None and flat.activations.save != "operand":
+        yield _at_part(recipe, "activations", "save", f"{flat.activations.save} is not built yet, only operand")
+    if flat.optimizer is not None and flat.optimizer.state.format != "fp32":
+        yield _at_part(recipe, "optimizer", "state", f"{flat.optimizer.state} is not built yet, only fp32")
+
+
+def _at_part(recipe: Recipe, part: str, key: str, message: str) -> Diagnostic:
+    """Point into the recipe of the ``extends`` chain that sets ``part``."""
+    owner = recipe
+    while getattr(owner, part) is None and owner.base is not None:
+        owner = owner.base
+    field = f"{part}.{key}" if key else part
+    source = owner.source
+    if source is None:
+        return Diagnostic(field=field, message=message)
+    line, column = source.locate(field, part)
+    return Diagnostic(file=source.file, line=line, column=column, field=field, message=message)
+
+
+def rule_config(rule: Rule) -> LinearConfig:
+    """Return what one rule asks of a layer by itself, with BF16 for all that it leaves alone."""
+    settings, bf16 = rule.settings(), Spec(format="bf16")
+    gemms: dict[str, GemmConfig] = {}
+    for path, operands in OPERANDS.items():
+        first, second = (settings.get(f"{path}.{operand}", bf16) for operand in operands)
+        assert isinstance(first, Spec)
+        assert isinstance(second, Spec)
+        gemms[path] = GemmConfig(first, second, str(settings.get(f"{path}.accumulate", "accurate")))
+    return LinearConfig(**gemms)
+
+
+def _field_of(reason: str) -> tuple[str, str]:
+    """Split ``path.operand: reason``; a reason without a field belongs to the whole layer."""
+    name, colon, message = reason.partition(": ")
+    return (name, message) if colon and name in FIELDS else ("layers", reason)

@@ -1,0 +1,87 @@
+"""What a recipe remembers between steps, for checkpoints: beside ``model.state_dict()``, never in it."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from torch import nn
+
+from ..precision.errors import NarrowgateError, did_you_mean
+from ..precision.linear import LowPrecisionLinear, linear_state, load_linear_state
+from .apply import applied_recipes
+from .errors import found
+from .targets import named_modules
+
+_VERSION = 1
+
+
+def recipe_state(model: nn.Module) -> dict[str, Any]:
+    """Return the state of the recipes on ``model``: tensors and plain values only.
+
+    Keys: ``version``; ``recipes``, the hash of each applied recipe by the name of its module; ``layers``, the
+    tensors of each low-precision layer by its name.
+
+    Raises:
+        NarrowgateError: no recipe is applied.
+    """
+    applied = applied_recipes(model)
+    if not applied:
+        raise NarrowgateError(f"found no recipe on this {type(model).__name__}, expected one to take the state of")
+    return {
+        "version": _VERSION,
+        "recipes": {name: recipe.hash for name, recipe in applied.items()},
+        "layers": {name: linear_state(module) for name, module in _layers(model).items()},
+    }
+
+
+def load_recipe_state(model: nn.Module, state: dict[str, Any]) -> None:
+    """Restore what :func:`recipe_state` returned into a model that carries the same recipe.
+
+    Another recipe's hash warns and goes on, as long as the layers are the same.
+
+    Raises:
+        NarrowgateError: not such a state, or its low-precision layers are not those of ``model``.
+    """
+    if not isinstance(state, dict) or not {"version", "recipes", "layers"} <= state.keys():
+        raise NarrowgateError(f"found {found(state)}, expected what recipe_state returned")
+    if state["version"] != _VERSION:
+        raise NarrowgateError(f"found recipe state of version {state['version']}, expected {_VERSION}")
+    layers, saved = _layers(model), state["layers"]
+    for name in saved:
+        if name not in layers:
+            hint = did_you_mean(name, layers)
+            raise NarrowgateError(f"found state of layer '{name}', which is not low-precision in this model{hint}")
+    for name in layers:
+        if name not in saved:
+            raise NarrowgateError(f"found no state of low-precision layer '{name}', expected it")
+    here = {name: recipe.hash for name, recipe in applied_recipes(model).items()}
+    if here != state["recipes"]:
+        text = f"recipe state was saved under recipe {_hashes(state['recipes'])}, this model carries {_hashes(here)}"
+        warnings.warn(text, stacklevel=2)
+    for name, module in layers.items():
+        load_linear_state(module, saved[name])
+
+
+class RecipeState:
+    """A model's recipe state as a ``Stateful`` of ``torch.distributed.checkpoint``."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Stand for the recipe state of ``model``, which carries a recipe."""
+        self._model = model
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return :func:`recipe_state` of the model."""
+        return recipe_state(self._model)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore with :func:`load_recipe_state`."""
+        load_recipe_state(self._model, state_dict)
+
+
+def _layers(model: nn.Module) -> dict[str, LowPrecisionLinear]:
+    return {name: module for name, module, _ in named_modules(model) if isinstance(module, LowPrecisionLinear)}
+
+
+def _hashes(recipes: dict[str, str]) -> str:
+    return ", ".join(f"{value[:12]}{f' on {name!r}' if name else ''}" for name, value in recipes.items()) or "none"
