@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .formats import FORMATS, ElementFormat, Format, get_format
     from .linear import LowPrecisionLinear, lower_linear, restore_linear
     from .metrics import TensorMetrics, mean_relative_error, measure, sqnr_db
-    from .quantize import QuantizedTensor, quantize
+    from .quantization import QuantizedTensor, quantize
     from .spec import Spec, as_spec
     from .stochastic import Shard, call_key, stream_key
 
@@ -30,7 +30,7 @@ _HOMES = {
     "NarrowgateError": "errors", "NotBuiltError": "errors", "SpecError": "errors",
     "LowPrecisionLinear": "linear", "lower_linear": "linear", "restore_linear": "linear",
     "TensorMetrics": "metrics", "mean_relative_error": "metrics", "measure": "metrics", "sqnr_db": "metrics",
-    "QuantizedTensor": "quantize", "quantize": "quantize",
+    "QuantizedTensor": "quantization", "quantize": "quantization",
     "Shard": "stochastic", "call_key": "stochastic", "stream_key": "stochastic",
     "Spec": "spec", "as_spec": "spec",
 }  # fmt: skip

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .config import GemmConfig
-from .quantize import QuantizedTensor
+from .quantization import QuantizedTensor
 
 #: Both sides of an FP8 GEMM and its contraction are multiples of this many elements.
 _ALIGNMENT = 16

@@ -33,7 +33,7 @@ from .capability import current_device, gemm_support
 from .config import OPERANDS, LinearConfig
 from .errors import NarrowgateError
 from .gemm import dense_gemm, scaled_gemm
-from .quantize import QuantizedTensor, quantize
+from .quantization import QuantizedTensor, quantize
 from .rounding import torch_dtype
 from .spec import Spec
 from .stochastic import call_key, stream_key

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .grouping import group
-from .quantize import QuantizedTensor, prepare, quantize
+from .quantization import QuantizedTensor, prepare, quantize
 from .rounding import overflow_threshold
 from .scaling import scale_values
 from .spec import Spec, as_spec
@@ -41,7 +41,7 @@ def mean_relative_error(reference: Tensor, approximation: Tensor) -> float:
 def saturated(x: Tensor, q: QuantizedTensor) -> Tensor:
     """Which elements of ``x`` lie past the largest value by more than rounding: bool, ``x``'s shape.
 
-    ``x`` is what ``q`` was scaled from: the tensor after :func:`~narrowgate.precision.quantize.prepare`.
+    ``x`` is what ``q`` was scaled from: the tensor after :func:`~narrowgate.precision.quantization.prepare`.
     """
     factor = _factors(q)
     return (x.abs() > factor * overflow_threshold(q.spec.fmt.element)) & (factor > 0)

@@ -14,7 +14,7 @@ from narrowgate.precision import (
     restore_linear,
 )
 from narrowgate.precision.linear import linear_state, load_linear_state
-from narrowgate.precision.quantize import quantize
+from narrowgate.precision.quantization import quantize
 from narrowgate.precision.spec import Spec
 from torch import nn
 

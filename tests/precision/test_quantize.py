@@ -11,7 +11,7 @@ import torch
 
 from narrowgate.precision import NarrowgateError, quantize
 from narrowgate.precision.formats import get_format
-from narrowgate.precision.quantize import prepare
+from narrowgate.precision.quantization import prepare
 from narrowgate.precision.spec import PLAIN_GRANULARITIES, Spec
 
 PLAIN = ("fp8_e4m3", "fp8_e5m2", "fp6_e2m3", "fp6_e3m2", "fp4_e2m1")
