@@ -44,10 +44,9 @@ def scaled_gemm(
 def dense_gemm(first: Tensor, second: Tensor, *, out_dtype: torch.dtype) -> Tensor:
     """Multiply two unquantized matrices, [R, C] by [S, C] over C, accumulating in FP32: [R, S] of ``out_dtype``."""
     dtype = torch.promote_types(first.dtype, second.dtype)
-    first, second = first.to(dtype), second.to(dtype)
-    if out_dtype == torch.float32 and dtype == torch.bfloat16 and first.is_cuda:
-        return torch.mm(first, second.t(), out_dtype=torch.float32)
-    return torch.mm(first, second.t()).to(out_dtype)
+    if dtype == torch.bfloat16:
+        return _mm_accumulating_in_fp32(first, second, out_dtype)
+    return torch.mm(first.to(dtype), second.to(dtype).t()).to(out_dtype)
 
 
 def _native(
@@ -117,19 +116,20 @@ def _emulated(first: QuantizedTensor, second: QuantizedTensor, out_dtype: torch.
     factored = {first.spec.granularity, second.spec.granularity} <= {"tensor", "row"}
     a, b = (_contraction_last(q, q.elements(torch.bfloat16) if factored else q.dequantize(torch.bfloat16, rotated=True))
             for q in (first, second))  # fmt: skip
-    product = _mm_accumulating_in_fp32(a, b)
-    if factored:
-        product = product * _scale(first).reshape(-1, 1) * _scale(second).reshape(1, -1)
-    return product.to(out_dtype)
+    if not factored:
+        return _mm_accumulating_in_fp32(a, b, out_dtype)
+    product = _mm_accumulating_in_fp32(a, b, torch.float32)
+    return (product * _scale(first).reshape(-1, 1) * _scale(second).reshape(1, -1)).to(out_dtype)
 
 
 def _contraction_last(operand: QuantizedTensor, values: Tensor) -> Tensor:
     return values if operand.dim == 1 else values.t()
 
 
-def _mm_accumulating_in_fp32(a: Tensor, b: Tensor) -> Tensor:
-    """a [R, C] · b [S, C]ᵀ for BF16 operands with an FP32 result."""
+def _mm_accumulating_in_fp32(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """a [R, C] · b [S, C]ᵀ for BF16 operands."""
     if a.is_cuda:
-        return torch.mm(a, b.t(), out_dtype=torch.float32)
-    # Products of BF16 values are exact in FP32, so an FP32 GEMM of widened operands is the same arithmetic.
-    return torch.mm(a.float(), b.float().t())
+        return torch.mm(a, b.t()) if out_dtype == a.dtype else torch.mm(a, b.t(), out_dtype=torch.float32).to(out_dtype)
+    # Products of BF16 values are exact in FP32, so an FP32 GEMM of widened operands is the same arithmetic, and on
+    # CPUs without BF16 instructions it is many times faster.
+    return torch.mm(a.float(), b.float().t()).to(out_dtype)
