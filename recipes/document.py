@@ -19,7 +19,7 @@ from .errors import Diagnostic, RecipeError, found
 
 MAX_BYTES = 256 * 1024
 MAX_DEPTH = 24
-MAX_NODES = 50_000
+MAX_NODES = 20_000
 
 #: YAML 1.2 core schema.
 _NULL = frozenset({"", "~", "null", "Null", "NULL"})
@@ -182,7 +182,7 @@ class _Builder:
             holder.value.append(node)
         elif parent.key is None:
             if type(event).__name__ != "ScalarEvent":
-                self._stop(event, "found a key that is not text")
+                self._fail(node.line, node.column, "found a key that is not text, expected a field's name")
             parent.key = (event.value, node.line, node.column)
         else:
             (key, line, column), parent.key = parent.key, None

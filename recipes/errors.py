@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from ..precision.errors import NarrowgateError
 
+_MAX_LINES = 100
+
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnostic:
@@ -52,12 +54,15 @@ class Diagnostic:
 
 
 class RecipeError(NarrowgateError):
-    """A recipe that cannot be used; ``str(error)`` has one line for each of its ``diagnostics``."""
+    """A recipe that cannot be used; ``str(error)`` has one line for each of its ``diagnostics`` (the first 100)."""
 
     def __init__(self, diagnostics: Iterable[Diagnostic]) -> None:
         self.diagnostics = tuple(diagnostics)
         assert self.diagnostics, "a RecipeError says what is wrong"
-        super().__init__("\n".join(str(d) for d in self.diagnostics))
+        lines = [str(d) for d in self.diagnostics[:_MAX_LINES]]
+        if len(self.diagnostics) > _MAX_LINES:
+            lines.append(f"... and {len(self.diagnostics) - _MAX_LINES} more")
+        super().__init__("\n".join(lines))
 
     def __reduce__(self) -> tuple[type[RecipeError], tuple[tuple[Diagnostic, ...]]]:
         return type(self), (self.diagnostics,)

@@ -88,13 +88,13 @@ def _builtin(name: str) -> Recipe:
 
 def _from_name(name: str) -> Recipe:
     try:
-        exists = FilePath(name).exists()
+        exists = bool(name) and FilePath(name).exists()
     except (OSError, ValueError):  # a name too long for the file system, or with a NUL
         exists = False
     if not exists:
         looks_like_file = name.endswith((".yaml", ".yml")) or "/" in name
         what = "no such file" if looks_like_file else "neither a built-in recipe nor a file"
-        raise RecipeError([Diagnostic(file=found(name).strip("'"), message=f"{what}{_known(name)}")])
+        raise RecipeError([Diagnostic(file=found(name).strip("'") or "''", message=f"{what}{_known(name)}")])
     return _from_file(FilePath(name), name, ())
 
 

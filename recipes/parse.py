@@ -129,7 +129,7 @@ def _is_label(part: str | int) -> bool:
 
 def _diagnostic(fault: Any, loc: _Loc, root: Node | None, file: str) -> Diagnostic:
     context, kind, value = fault.get("ctx", {}), fault["type"], fault["input"]
-    offset = 0
+    offset: int | None = None
     if kind == EXPRESSION_ERROR:
         message, offset = context["text"], context.get("offset", 0)
     elif kind == "extra_forbidden":
@@ -187,13 +187,13 @@ def _at_key(loc: _Loc, root: Node | None, file: str, message: str) -> Diagnostic
 
 
 def _place(
-    loc: _Loc, root: Node | None, file: str, message: str, *, offset: int = 0, absent: bool = False
+    loc: _Loc, root: Node | None, file: str, message: str, *, offset: int | None = None, absent: bool = False
 ) -> Diagnostic:
     """Point at ``loc``; ``offset`` counts characters into its text, ``absent`` says that the field is missing."""
     if root is None:
         return Diagnostic(file=file, field=field_name(loc), message=message)
     node, depth = root.find(loc)
-    column = node.column if node.text_column is None else node.text_column + offset
+    column = node.column if offset is None or node.text_column is None else node.text_column + offset
     field = field_name(loc if absent else loc[:depth])
     return Diagnostic(file=file, line=node.line, column=column, field=field, message=message)
 

@@ -48,11 +48,16 @@ class Source:
     column: int
     fields: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
-    def locate(self, *fields: str) -> tuple[int, int]:
-        """Return line and column of the first of ``fields`` that was written, else of the whole."""
-        for name in fields:
-            if name in self.fields:
-                return self.fields[name]
+    def locate(self, name: str) -> tuple[int, int]:
+        """Return line and column of what set the field ``name``, else of the whole.
+
+        An operand may stand in its path's mapping, in one expression for the whole path, or in ``all``.
+        """
+        path = name.partition(".")[0]
+        whole_path = not any(key.startswith(f"{path}.") for key in self.fields)
+        for key in (name, path if whole_path else "all", "all"):
+            if key in self.fields:
+                return self.fields[key]
         return self.line, self.column
 
 
@@ -343,7 +348,7 @@ def at_rule(flat: Recipe, index: int | None, name: str, message: str, *, severit
     field = "defaults" if index is None else f"rules[{index}].{name}"
     if source is None:
         return Diagnostic(field=field, message=message, severity=severity)
-    line, column = source.locate("defaults") if index is None else source.locate(name, name.partition(".")[0], "all")
+    line, column = source.locate("defaults" if index is None else name)
     return Diagnostic(file=source.file, line=line, column=column, field=field, message=message, severity=severity)
 
 

@@ -178,7 +178,7 @@ class _Resolution:
         source = self.recipe.rules[owner].source
         if source is None:
             return Origin(owner, "<python>", None)
-        return Origin(owner, source.file, source.locate(name, name.partition(".")[0], "all")[0])
+        return Origin(owner, source.file, source.locate(name)[0])
 
     # Contradictions.
 

@@ -75,7 +75,7 @@ def _at_part(recipe: Recipe, part: str, key: str, message: str) -> Diagnostic:
     source = owner.source
     if source is None:
         return Diagnostic(field=field, message=message)
-    line, column = source.locate(field, part)
+    line, column = source.locate(field)
     return Diagnostic(file=source.file, line=line, column=column, field=field, message=message)
 
 

@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+
+from narrowgate.precision.errors import NarrowgateError
+from narrowgate.recipes import (
+    Recipe,
+    RecipeState,
+    Rule,
+    apply_recipe,
+    load_recipe_state,
+    recipe_state,
+)
+
+
+@pytest.fixture
+def stochastic() -> Recipe:
+    return Recipe(name="r", rules=[Rule(layers="interaction.*", all="fp8_e4m3+sr")])
+
+
+def test_a_resumed_run_repeats_the_stochastic_rounding_of_one_that_never_stopped(make_tower, stochastic, ids):
+    def fresh():
+        torch.manual_seed(0)
+        model = make_tower()
+        apply_recipe(model, stochastic, seed=5)
+        return model
+
+    straight, resumed, ignorant = fresh(), fresh(), fresh()
+    straight(ids), straight(ids)
+    buffer = io.BytesIO()
+    torch.save(recipe_state(straight), buffer)
+    buffer.seek(0)
+    load_recipe_state(resumed, torch.load(buffer, weights_only=True))
+    expected = straight(ids)
+    assert torch.equal(resumed(ids), expected)
+    assert not torch.equal(ignorant(ids), expected)
+
+
+def test_recipe_state_is_never_in_the_models_state_dict(tower, stochastic):
+    keys = list(tower.state_dict())
+    apply_recipe(tower, stochastic)
+    assert list(tower.state_dict()) == keys
+
+
+def test_another_recipes_hash_warns(make_tower, stochastic):
+    a, b = make_tower(), make_tower()
+    apply_recipe(a, stochastic)
+    apply_recipe(b, Recipe(name="r", rules=[Rule(layers="interaction.*", all="fp8_e5m2+sr")]))
+    with pytest.warns(UserWarning, match="saved under recipe"):
+        load_recipe_state(b, recipe_state(a))
+
+
+def test_the_same_recipe_does_not_warn(make_tower, stochastic, recwarn):
+    a, b = make_tower(), make_tower()
+    apply_recipe(a, stochastic)
+    apply_recipe(b, stochastic)
+    load_recipe_state(b, recipe_state(a))
+    assert not recwarn.list
+
+
+def test_state_of_other_layers_is_refused(make_tower, stochastic):
+    a, b, plain = make_tower(), make_tower(), make_tower()
+    apply_recipe(a, stochastic)
+    apply_recipe(b, Recipe(name="r", rules=[Rule(layers="**", all="fp8_e4m3")]))
+    with pytest.raises(NarrowgateError, match="found no state of low-precision layer 'heads.0'"):
+        load_recipe_state(b, recipe_state(a))
+    with pytest.raises(NarrowgateError, match="layer 'heads.0', which is not low-precision in this model"):
+        load_recipe_state(a, recipe_state(b))
+    with pytest.raises(NarrowgateError, match="found no recipe on this Tower"):
+        recipe_state(plain)
+    with pytest.raises(NarrowgateError, match="expected what recipe_state returned"):
+        load_recipe_state(a, {"layers": {}})
+    with pytest.raises(NarrowgateError, match="version 99"):
+        load_recipe_state(a, {**recipe_state(a), "version": 99})
+
+
+def test_distributed_checkpoint_saves_and_loads_it(make_tower, stochastic, ids, tmp_path):
+    from torch.distributed import checkpoint
+
+    torch.manual_seed(0)
+    straight = make_tower()
+    torch.manual_seed(0)
+    resumed = make_tower()
+    apply_recipe(straight, stochastic)
+    apply_recipe(resumed, stochastic)
+    straight(ids)
+    checkpoint.save({"recipe": RecipeState(straight)}, checkpoint_id=tmp_path, no_dist=True)
+    checkpoint.load({"recipe": RecipeState(resumed)}, checkpoint_id=tmp_path, no_dist=True)
+    assert torch.equal(resumed(ids), straight(ids))
