@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
-from typing import Any
 
 from ..precision.errors import NarrowgateError, did_you_mean
 from ..recipes import Diagnostic, RecipeError, builtin_names, builtin_text, github_annotations, load_recipe
-from ..recipes.recipe import Recipe, Rule
+from ..recipes.recipe import Recipe
+from ..recipes.validate import validate_file
 from . import exits
 
 _FORMATS = ("text", "github", "json")
@@ -58,78 +57,39 @@ def show_command(name: str, as_json: bool) -> None:
 
 
 def validate_command(file: str, output_format: str, require_native: str | None, model: str | None) -> int:
-    """Print a recipe's faults and return the exit code: 0 without, 2 with."""
+    """Print what can be said of a recipe and return the exit code: 2 where that holds an error, else 0."""
     if output_format not in _FORMATS:
         hint = did_you_mean(output_format, _FORMATS)
         raise NarrowgateError(f"--output-format: found '{output_format}', expected {', '.join(_FORMATS)}{hint}")
-    try:
-        faults = list(_check(file, require_native, model))
-    except RecipeError as error:
-        faults = list(error.diagnostics)
-    broken = any(fault.severity == "error" for fault in faults)
+    found = validate_file(file, require_native=require_native)
+    findings = list(found.diagnostics)
+    if model is not None and found.recipe is not None:
+        findings += _against_model(found.recipe, model, require_native)
+    broken = any(finding.severity == "error" for finding in findings)
     if output_format == "json":
-        print(json.dumps({"valid": not broken, "diagnostics": [fault.to_dict() for fault in faults]}, indent=1))
+        print(json.dumps({"valid": not broken, "diagnostics": [finding.to_dict() for finding in findings]}, indent=1))
     elif output_format == "github":
-        for line in github_annotations(faults):
+        for line in github_annotations(findings):
             print(line)
     else:
-        for fault in faults:
-            print(fault, file=sys.stderr)
+        for finding in findings:
+            print(finding, file=sys.stderr)
         if not broken:
-            print(f"{file}: valid")
+            print(f"{file}: {found.summary}")
     return exits.USAGE if broken else exits.ACCEPT
 
 
-def _check(file: str, require_native: str | None, model: str | None) -> Iterator[Diagnostic]:
-    recipe = load_recipe(file).flatten()
-    if model is not None:
-        from ..recipes import resolve
-        from .task import TaskSource
-
-        plan = resolve(recipe, TaskSource(model=model).open().build_model(), device=_device(require_native or "cpu"))
-        yield from plan.warnings
-        if require_native is not None:
-            for reason in plan.emulated_reasons():
-                yield Diagnostic(message=f"not native: {reason}", file=_file(recipe))
-    elif require_native is not None:
-        yield from _emulated(recipe, require_native)
-
-
-def _emulated(recipe: Recipe, device_name: str) -> Iterator[Diagnostic]:
-    """Judge rule by rule; pairs that two rules make together are known only with a model."""
-    from ..precision.capability import gemm_support
-    from ..precision.config import OPERANDS, GemmConfig
-    from ..precision.spec import Spec
-
-    device = _device(device_name)
-    for index, rule in enumerate(recipe.rules):
-        settings = rule.settings()
-        for path, (first, second) in OPERANDS.items():
-            pair = settings.get(f"{path}.{first}"), settings.get(f"{path}.{second}")
-            if not isinstance(pair[0], Spec) or not isinstance(pair[1], Spec):
-                continue
-            accumulate = str(settings.get(f"{path}.accumulate", "accurate"))
-            support = gemm_support(GemmConfig(pair[0], pair[1], accumulate), device)
-            if not support.native:
-                line, column = _place(rule, path, first)
-                yield Diagnostic(
-                    message=f"not native: {support.reason}",
-                    file=rule.source.file if rule.source else _file(recipe),
-                    line=line,
-                    column=column,
-                    field=f"rules[{index}].{path}",
-                )
-
-
-def _device(name: str) -> Any:
+def _against_model(recipe: Recipe, model: str, require_native: str | None) -> list[Diagnostic]:
+    """Resolve a recipe against a built-in model: what only a model's layers can show."""
     from ..precision.capability import named_device
+    from ..recipes import resolve
+    from .task import TaskSource
 
-    return named_device(name)
-
-
-def _place(rule: Rule, path: str, operand: str) -> tuple[int | None, int | None]:
-    return rule.source.locate(path, f"{path}.{operand}", "all") if rule.source else (None, None)
-
-
-def _file(recipe: Recipe) -> str:
-    return recipe.source.file if recipe.source else "<python>"
+    device = named_device(require_native or "cpu")
+    try:
+        plan = resolve(recipe, TaskSource(model=model).open().build_model(), device=device)
+    except RecipeError as error:
+        return list(error.diagnostics)
+    file = recipe.source.file if recipe.source else "<python>"
+    emulated = plan.emulated_reasons() if require_native is not None else []
+    return [*plan.warnings, *(Diagnostic(message=f"not native: {reason}", file=file) for reason in emulated)]

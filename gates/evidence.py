@@ -35,13 +35,13 @@ def statistics_of(m: Measurements, decision: Decision) -> Statistics:
     )
 
 
-def evidence_of(m: Measurements, alpha: float, compiled: bool) -> Evidence:
+def evidence_of(m: Measurements, alpha: float, arithmetic: str) -> Evidence:
     """Lay out what was measured at each level, with its baseline and scope.
 
     Args:
         m: the measurements.
         alpha: level of the one-sided bounds shown.
-        compiled: whether both arms were trained under torch.compile.
+        arithmetic: what the baseline computed in.
     """
 
     def absent(baseline: str, scope: str, why: str = _NOT_BUILT) -> Level:
@@ -52,7 +52,7 @@ def evidence_of(m: Measurements, alpha: float, compiled: bool) -> Evidence:
         module=absent("the module in BF16 under torch.compile", "the smallest region that holds a layer"),
         step=_step(m, alpha),
         distributed=absent("the same step with BF16 payload", "all ranks of one job"),
-        quality=_quality(m, compiled),
+        quality=_quality(m, arithmetic),
     )
 
 
@@ -96,9 +96,8 @@ def _geometric_mean(times: list[tuple[float, float]]) -> float:
     return math.exp(math.fsum(logs) / len(logs))
 
 
-def _quality(m: Measurements, compiled: bool) -> Level:
-    mode = "under torch.compile" if compiled else "eager"
-    baseline = f"BF16 autocast, {mode}; the candidate runs in the same mode"
+def _quality(m: Measurements, arithmetic: str) -> Level:
+    baseline = arithmetic
     if not m.seeds:
         why = "no seed was trained"
         return Level(status="not_measured", why=why, baseline=baseline, scope="paired seeds")

@@ -159,7 +159,7 @@ def _read(path: Path) -> Policy:
 def _base(name: Any, root: Node, path: Path) -> dict[str, Any]:
     if isinstance(name, str) and name in BUILTIN_POLICIES:
         return BUILTIN_POLICIES[name].model_dump()
-    node = root.find(["extends"])
+    node, _ = root.find(["extends"])
     hint = did_you_mean(name, BUILTIN_POLICIES) if isinstance(name, str) else ""
     message = f"found {found(name)}, expected a built-in policy ({', '.join(BUILTIN_POLICIES)}){hint}"
     raise RecipeError(
@@ -177,7 +177,7 @@ def _over(base: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
 
 def _diagnostic(fault: Any, root: Node, path: Path) -> Diagnostic:
     location = [part for part in fault["loc"] if isinstance(part, str | int)]
-    node = root.find(location)
+    node, _ = root.find(location)
     line, column = root.key(location) or (node.line, node.column)
     kind, field = fault["type"], ".".join(str(part) for part in location)
     if kind == "extra_forbidden":

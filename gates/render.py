@@ -16,7 +16,9 @@ _WORDS = {"pass": "pass", "fail": "FAIL", "undecided": "undecided"}
 
 def render_report(report: Report) -> str:
     """Return ``report.md``: verdict first, then gates, seeds, plan and environment."""
-    return _template("report.md.jinja").render(r=report, gates=[gate_row(g) for g in report.gates], value=_value)
+    return _template("report.md.jinja").render(
+        r=report, gates=[gate_row(g) for g in report.gates], quality=quality_lines(report), value=_value
+    )
 
 
 def render_summary(reports: Sequence[Report]) -> str:
@@ -33,7 +35,24 @@ def terminal_text(report: Report) -> str:
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
     table = "\n".join("  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows)
     reasons = "\n".join(f"  - {reason.text}" for reason in report.reasons)
-    return f"{report.verdict.upper()}: {report.recipe.name} against BF16\n{reasons}\n\n{table}\n"
+    quality = "\n".join(f"  {line}" for line in quality_lines(report))
+    baseline = report.evidence.quality.baseline
+    return (
+        f"{report.verdict.upper()}: {report.recipe.name}\n{reasons}\n\n{table}\n\n{quality}\n"
+        f"  Baseline: {baseline}; {report.statistics.n} paired seeds.\n"
+    )
+
+
+def quality_lines(report: Report) -> list[str]:
+    """Return each task's mean NE and AUC of both arms, beside the best possible NE where the data knows it."""
+    lines, best = [], report.data.get("bayes_ne")
+    for task, arms in report.evidence.quality.results.items():
+        own, other = arms["candidate"], arms["baseline"]
+        text = f"{task}: NE {_value(other['ne'])} baseline, {_value(own['ne'])} candidate"
+        if isinstance(best, dict) and isinstance(best.get(task), float):
+            text += f", {_value(best[task])} Bayes-optimal"
+        lines.append(f"{text}; AUC {_value(other['auc'])}, {_value(own['auc'])}")
+    return lines
 
 
 def short_reason(report: Report) -> str:

@@ -13,6 +13,7 @@ import torch
 from ..precision.errors import NarrowgateError
 from ..recipes import apply_recipe
 from . import task as tasks
+from .arithmetic import Arithmetic
 from .decision import decide_family
 from .environment import environment
 from .evidence import evidence_of, statistics_of
@@ -145,7 +146,7 @@ def _report(run: Run, task: Task, plan: Plan, m: Measurements, decision: Any, wa
         environment=environment(run.source.device),
         gates=decision.gates,
         statistics=statistics_of(m, decision),
-        evidence=evidence_of(m, run.policy.alpha, compiled=run.source.device == "cuda"),
+        evidence=evidence_of(m, run.policy.alpha, str(Arithmetic.of(torch.device(run.source.device)))),
         policy=run.policy,
         wall_seconds=wall,
         measurements=m,

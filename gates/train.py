@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ..precision.errors import NarrowgateError
+from .arithmetic import Arithmetic
 from .batches import fingerprint, length, tensors, to_device, weights_fingerprint
 from .task import Prediction, Task, make_optimizer
 
@@ -127,7 +128,7 @@ class Arm:
             if self.recipe is not None:
                 from ..recipes import apply_recipe
 
-                self._plan = apply_recipe(fresh, self.recipe, backend=self.backend, seed=seed, device=self.device)
+                self._plan = apply_recipe(fresh, self.recipe, backend=self.backend, seed=seed)
             self._callable = compile_model(fresh) if self.device.type == "cuda" else fresh
         else:
             _copy_state(fresh, self._model)
@@ -140,11 +141,11 @@ class Arm:
         self.start(seed)
         assert self._model is not None
         self._model.train()
-        optimizer = self._optimizer()
+        optimizer, arithmetic = self._optimizer(), Arithmetic.of(self.device)
 
         def step(batch: Any) -> None:
             optimizer.zero_grad(set_to_none=True)
-            with torch.autocast(self.device.type, torch.bfloat16):
+            with arithmetic.context():
                 loss = self.task.loss(self._callable, batch)
             loss.backward()
             optimizer.step()
@@ -175,7 +176,7 @@ class Arm:
     def _fit(self, seed: int, watch: Watch) -> tuple[NDArray[np.float64], NDArray[np.float64], str, float]:
         assert self._model is not None
         self._model.train()
-        optimizer = self._optimizer()
+        optimizer, arithmetic = self._optimizer(), Arithmetic.of(self.device)
         batches, total = self.batches(seed)
         fetched: list[NDArray[np.float64]] = []
         waiting: list[Tensor] = []
@@ -188,7 +189,7 @@ class Arm:
                 first_batch = fingerprint(tensors(batch))
             batch = to_device(batch, self.device)
             optimizer.zero_grad(set_to_none=True)
-            with torch.autocast(self.device.type, torch.bfloat16):
+            with arithmetic.context():
                 loss = self.task.loss(self._callable, batch)
             if loss.numel() != 1:
                 raise NarrowgateError(f"loss() returned a tensor of shape {list(loss.shape)}, expected a scalar")
@@ -215,7 +216,7 @@ class Arm:
         assert self._model is not None
         self._model.eval()
         parts: list[Prediction] = []
-        with torch.no_grad(), torch.autocast(self.device.type, torch.bfloat16):
+        with torch.no_grad(), Arithmetic.of(self.device).context():
             for batch in self.task.eval_batches():
                 prediction = self.task.predict(self._callable, to_device(batch, self.device))
                 parts.append(_checked(prediction))

@@ -10,6 +10,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -47,7 +48,7 @@ def train_seeds(job: Job, seeds: Sequence[int], progress: Progress) -> dict[int,
     waiting, results = list(seeds), {}
     workers: list[_Worker] = []
     try:
-        with _single_threaded():
+        with _single_threaded(), _uninterruptible():
             for _ in range(min(usable_cores(), len(seeds))):
                 ours, theirs = context.Pipe()
                 process = context.Process(target=_work, args=(theirs, job), daemon=True, name="narrowgate-seed")
@@ -142,6 +143,19 @@ def _single_threaded() -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _uninterruptible() -> Iterator[None]:
+    """Let child processes inherit an ignored SIGINT, so that Ctrl-C while they start prints no traceback of theirs."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _work(pipe: Connection, job: Job) -> None:

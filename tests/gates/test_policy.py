@@ -40,7 +40,11 @@ def test_a_file_changes_what_it_names(tmp_path: Path) -> None:
         ("policy: x\nextends: standart\n", ":2:10: extends:", "did you mean 'standard'"),
         ("policy: x\nmax_auc_loss: 0.1\n", ":1:1: max_ne_increase:", "missing"),
         ("policy: x\nextends: standard\nspeed: {max_quartets: 5}\n", ":3:1: speed:", "below min_quartets 20"),
-        ("policy: x\nextends: standard\nspeed:\n  halfwidth: 5\n", ":4:3: speed.halfwidth:", "did you mean 'half_width'"),
+        (
+            "policy: x\nextends: standard\nspeed:\n  halfwidth: 5\n",
+            ":4:3: speed.halfwidth:",
+            "did you mean 'half_width'",
+        ),
         ("policy: x\nextends: standard\nalpha: .nan\n", ":3:1: alpha:", "found '.nan'"),
         ("- a\n", ":1:1:", "expected a mapping"),
         ("policy: {\n", ":2:1:", "not YAML"),
