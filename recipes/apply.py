@@ -19,7 +19,7 @@ from .plan import Plan
 from .recipe import BACKENDS, Recipe
 from .resolution import resolve
 from .runnable import not_built_in_parts, not_built_in_plan
-from .targets import find_targets, named_modules
+from .targets import find_targets, named_modules, unwrap
 
 #: Where a module that a recipe was applied to keeps its :class:`Applied`; a plain attribute, never in ``state_dict()``.
 _MARK = "_narrowgate_recipe"
@@ -87,7 +87,7 @@ def apply_recipe(
             assert isinstance(module, LowPrecisionLinear)
             restore_linear(module)
         raise
-    model.__dict__[_MARK] = Applied(loaded.name, loaded.hash(), seed)
+    unwrap(model).__dict__[_MARK] = Applied(loaded.name, loaded.hash(), seed)
     return plan
 
 

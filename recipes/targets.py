@@ -71,6 +71,14 @@ def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module 
                 stack.append((name if _is_wrapper(module, part) else f"{name}.{part}" if name else part, child, module))
 
 
+def unwrap(model: nn.Module) -> nn.Module:
+    """Return the model inside ``torch.compile``, DDP and the like: the module that the empty name means."""
+    for part, child in model._modules.items():
+        if child is not None and _is_wrapper(model, part):
+            return unwrap(child)
+    return model
+
+
 def find_targets(model: nn.Module) -> tuple[list[Target], list[Unreachable]]:
     """Return the targets of ``model`` in registration order, and what multiplies matrices out of reach."""
     targets: list[Target] = []

@@ -7,11 +7,10 @@ import pickle
 
 import pytest
 import torch
-from torch import nn
-
 from narrowgate.precision.errors import NarrowgateError
 from narrowgate.precision.linear import LowPrecisionLinear
 from narrowgate.recipes import Recipe, RecipeError, Rule, apply_recipe, disabled, low_precision, remove_recipe
+from torch import nn
 
 
 def lowered(model: nn.Module) -> list[str]:
@@ -169,11 +168,11 @@ def test_a_recipe_fault_shows_where_the_decorator_stands():
 def test_what_cannot_be_decorated_is_refused():
     with pytest.raises(NarrowgateError, match=r"expected @low_precision\('NAME'\)"):
         low_precision(Ranker)  # type: ignore[arg-type]
-    with pytest.raises(NarrowgateError, match="expected a subclass of torch.nn.Module"):
+    with pytest.raises(NarrowgateError, match=r"expected a subclass of torch\.nn\.Module"):
         low_precision("bf16")(int)
     with pytest.raises(NarrowgateError, match="expected a class or a function"):
         low_precision("bf16")(3)  # type: ignore[type-var]
-    with pytest.raises(NarrowgateError, match="returned 3, expected a torch.nn.Module"):
+    with pytest.raises(NarrowgateError, match=r"returned 3, expected a torch\.nn\.Module"):
         low_precision("bf16")(lambda: 3)()
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import json
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -262,7 +263,8 @@ def test_names_carry_no_wrapper_parts(tower):
 
     names = [p.name for p in resolve("bf16", tower).layers]
     tower.interaction[0] = checkpoint_wrapper(tower.interaction[0])
-    assert [p.name for p in resolve("bf16", torch.compile(tower)).layers] == names
+    compiled: Any = torch.compile(tower)
+    assert [p.name for p in resolve("bf16", compiled).layers] == names
     nested = nn.ModuleDict({"_fsdp_wrapped_module": nn.ModuleDict({"_orig_mod": tower})})
     assert [p.name for p in resolve("bf16", nested).layers] == names
 
@@ -368,7 +370,6 @@ def test_two_hundred_rules_over_five_thousand_layers_take_less_than_a_second():
     taken = []
     for _ in range(3):
         start = time.process_time()
-        plan = resolve(big, model)
+        assert len(resolve(big, model).layers) == 5000
         taken.append(time.process_time() - start)
-    assert len(plan.layers) == 5000
     assert min(taken) < 1

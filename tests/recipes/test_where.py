@@ -71,7 +71,7 @@ def test_a_condition_selects(text, expected, columns):
         ("name > 'a'", 0, "expected == or !="),
         ("1 is 1", 0, "operator 'is'"),
         ("depth > > 1", 8, "invalid syntax"),
-        ("depth = 1", 6, "expected a condition"),
+        ("depth = 1", None, "expected a condition"),
         ("import os", 0, "expected a condition"),
         ("depth and index > 1", 0, "expected a comparison"),
         ("depth in name", 9, "expected text in text"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-
 from narrowgate.recipes import (
     Activations,
     OptimizerState,
@@ -54,12 +53,13 @@ def test_data_faults_name_the_field():
 
 def test_the_hash_is_of_what_the_recipe_does_not_of_its_spelling():
     plain = Recipe.from_yaml(
-        "recipe: a\nrules:\n- layers: x.*\n  where: depth >= 0.5\n  fprop: fp8_e4m3/row+sr+pow2\n  wgrad: {grad: fp8_e5m2,"
-        " input: fp8_e4m3}\n"
+        "recipe: a\nrules:\n- layers: x.*\n  where: depth >= 0.5\n  fprop: fp8_e4m3/row+sr+pow2\n"
+        "  wgrad: {grad: fp8_e5m2, input: fp8_e4m3}\n"
     )
     spelled = Recipe.from_yaml(
         "backend: native\ndescription: other words\nrules:\n- wgrad: {input: fp8_e4m3/tensor, grad: fp8_e5m2/tensor}\n"
-        "  where: '(depth)>=.5'\n  fprop: {weight: fp8_e4m3/row+pow2+sr, input: fp8_e4m3/row+sr+pow2}\n  layers: [x.*]\n"
+        "  where: '(depth)>=.5'\n  fprop: {weight: fp8_e4m3/row+pow2+sr, input: fp8_e4m3/row+sr+pow2}\n"
+        "  layers: [x.*]\n"
         "recipe: b\ndefaults: bf16\nshards: {all_gather: bf16}\nactivations: {save: operand}\n"
     )
     assert plain.hash() == spelled.hash()
