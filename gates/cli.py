@@ -201,10 +201,8 @@ def main(argv: list[str] | None = None) -> NoReturn:
         # Whoever read the output has enough of it (`| head`); nothing more can be said there.
         sys.stdout = None  # type: ignore[assignment]
         code = exits.FAILED
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, typer.Abort):  # the parser turns the first into the second
         _say("interrupted; no report was written")
-        code = exits.INTERRUPTED
-    except typer.Abort:
         code = exits.INTERRUPTED
     except Exception as error:
         if debug:

@@ -6,6 +6,7 @@ as often as stated, while Student's t and the exact sign-flip test hold their le
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from scipy import special
 #: Up to this many pairs every sign pattern is enumerated; beyond it the test draws patterns.
 EXACT_SIGN_FLIPS = 16
 _SIGN_FLIP_DRAWS = 2**EXACT_SIGN_FLIPS
+_MOST_SEEDS = 1000
 
 
 @dataclass(frozen=True)
@@ -168,10 +170,14 @@ def seeds_needed(mean: float, spread: float, margin: float, alpha: float, power:
     if spread == 0:
         return 2 if mean != margin else None
     effect = abs(mean - margin) / spread
-    n = np.arange(2, 1001)
-    critical = -special.stdtrit(n - 1, alpha)
-    enough = np.flatnonzero(special.nctdtr(n - 1, effect * np.sqrt(n), critical) <= 1 - power)
-    return int(n[enough[0]]) if enough.size else None
+
+    def decides(n: int) -> bool:
+        critical = -special.stdtrit(n - 1, alpha)
+        return special.nctdtr(n - 1, effect * math.sqrt(n), critical) <= 1 - power
+
+    # Power grows with n: the first n that suffices, by bisection.
+    n = bisect.bisect_left(range(2, _MOST_SEEDS + 1), True, key=decides) + 2
+    return n if n <= _MOST_SEEDS else None
 
 
 def log_ratios(baseline: Sequence[Sequence[float]], candidate: Sequence[Sequence[float]]) -> NDArray[np.float64]:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -115,3 +117,169 @@ def _measurements(
 def measurements() -> Callable[..., Measurements]:
     """Build the measurements of a healthy run of one task, from each seed's relative NE increase and AUC loss."""
     return _measurements
+
+
+#: A user's module: a small ranker on random rows with a planted signal; factories plant one fault each.
+TASK_MODULE = '''
+import os
+import time
+
+import torch
+from narrowgate.gates import Prediction
+from torch import nn
+
+
+class Ranker(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(16, 32)
+        self.head = nn.Linear(32, 1)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x):
+        return self.head(self.dropout(torch.relu(self.body(x)))).squeeze(-1)
+
+
+def rows(seed, count):
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, 16, generator=g)
+    y = (torch.rand(count, generator=g) < torch.sigmoid(2 * x[:, 0] - 1)).float()
+    return x, y
+
+
+class Task:
+    """Fault is called with (model, step) and may return a replacement for the loss."""
+
+    task_names = ("click",)
+
+    def __init__(self, fault=None, steps=60):
+        self.fault, self.count = fault, steps
+
+    def base_rates(self):
+        return [0.35]
+
+    def build_model(self):
+        return Ranker()
+
+    def train_batches(self, seed):
+        x, y = rows(100 + seed, 64 * self.count)
+        return [(i + 1, x[64 * i : 64 * i + 64], y[64 * i : 64 * i + 64]) for i in range(self.count)]
+
+    def eval_batches(self):
+        x, y = rows(7, 2000)
+        return [{"x": x[:1200], "y": y[:1200], "user": torch.arange(1200) // 4},
+                {"x": x[1200:], "y": y[1200:], "user": 300 + torch.arange(800) // 4}]
+
+    def loss(self, model, batch):
+        step, x, y = batch
+        logits = model(x)
+        loss = nn.functional.binary_cross_entropy_with_logits(logits.float(), y)
+        return loss if self.fault is None else self.fault(model, step, loss)
+
+    def predict(self, model, batch):
+        logits = model(batch["x"]).float().unsqueeze(1)
+        return Prediction(logits, batch["y"].unsqueeze(1), groups=batch["user"])
+
+    def optimizer(self, model):
+        return torch.optim.Adam(model.parameters(), lr=1e-2)
+
+
+def lowered(model):
+    return "LowPrecision" in type(model.body).__name__
+
+
+def good():
+    return Task()
+
+
+def nan_at_step_50():
+    return Task(lambda model, step, loss: loss * float("nan") if step == 50 and lowered(model) else loss)
+
+
+def crashing():
+    return Task(lambda model, step, loss: os._exit(9) if step == 20 and lowered(model) else loss)
+
+
+def raising():
+    def fault(model, step, loss):
+        raise RuntimeError("matrix on fire")
+    return Task(fault)
+
+
+def slow():
+    def fault(model, step, loss):
+        time.sleep(0.2)
+        return loss
+    return Task(fault)
+
+
+def worse():
+    """The candidate trains on noise: its quality is far below the baseline's."""
+    return Task(lambda model, step, loss: loss * 0.01 if lowered(model) and step > 0 else loss, steps=12)
+
+
+class Unpaired(Task):
+    def build_model(self):
+        torch.seed()
+        return Ranker()
+
+
+def unpaired():
+    return Unpaired()
+
+
+class Shuffled(Task):
+    def train_batches(self, seed):
+        return super().train_batches(int(time.time_ns() % 10**6))
+
+
+def shuffled():
+    return Shuffled()
+
+
+def broken_factory():
+    raise KeyError("no such table")
+
+
+class NoPredict:
+    build_model = train_batches = eval_batches = loss = lambda self: None
+
+
+not_callable = 5
+'''
+
+RECIPE = """\
+recipe: all-fp8
+description: every layer in FP8
+rules:
+  - layers: "**"
+    fprop: fp8_e4m3
+    dgrad: {grad: fp8_e5m2, weight: fp8_e4m3}
+    wgrad: {grad: fp8_e5m2, input: fp8_e4m3}
+"""
+
+
+@pytest.fixture
+def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with a user's task module ``ranker`` and the recipe ``all-fp8.yaml``; imports from it."""
+    (tmp_path / "ranker.py").write_text(TASK_MODULE)
+    (tmp_path / "all-fp8.yaml").write_text(RECIPE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield tmp_path  # type: ignore[misc]
+    sys.modules.pop("ranker", None)
+
+
+@pytest.fixture
+def narrowgate(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Run the command in this process; return exit code, standard output and standard error."""
+    from narrowgate.gates.cli import main
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as stopped:
+            main(list(arguments))
+        captured = capsys.readouterr()
+        assert isinstance(stopped.value.code, int)
+        return stopped.value.code, captured.out, captured.err
+
+    return run

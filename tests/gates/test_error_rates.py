@@ -13,7 +13,7 @@ from narrowgate.gates.policy import BUILTIN_POLICIES
 
 STANDARD = BUILTIN_POLICIES["standard"]
 MARGIN = STANDARD.max_ne_increase
-DRAWS = 1500
+DRAWS = 1200
 #: Four standard errors above alpha at that many draws.
 ALLOWED = STANDARD.alpha + 4 * (STANDARD.alpha * (1 - STANDARD.alpha) / DRAWS) ** 0.5
 
@@ -93,7 +93,7 @@ def test_drift_and_resembling_steps_fake_no_speedup(measurements, drift: str) ->
 
 def test_the_best_of_five_recipes_at_the_margin_is_accepted_no_more_often_than_alpha(measurements) -> None:
     rng = np.random.default_rng(7)
-    draws, wrong, uncorrected = 400, 0, 0
+    draws, wrong, uncorrected = 300, 0, 0
     for _ in range(draws):
         family: list[Any] = [measurements(MARGIN + 3e-4 * rng.standard_normal(8)) for _ in range(5)]
         wrong += any(d.verdict == "accept" for d in decide_family(family, STANDARD))
