@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from .targets import Unreachable
 
 PLAN_VERSION = 1
+#: Native FP8 GEMMs take multiples of this many elements.
+_ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,15 @@ class Plan:
             first.setdefault(reason, f"{layer.name or '(root)'}.{path}")
         return [f"{reason} ({n} GEMM{'s' if n > 1 else ''}, first {first[reason]})" for reason, n in counts.items()]
 
+    def padded(self) -> list[LayerPlan]:
+        """Return the layers whose native low-precision GEMMs pad K or N up to a multiple of 16."""
+        return [
+            layer
+            for layer in self.lowered
+            if (layer.in_features % _ALIGNMENT or layer.out_features % _ALIGNMENT)
+            and any(layer.support[path].native for path, gemm in layer.config.gemms() if not gemm.high_precision)
+        ]
+
     def flops_share(self) -> dict[str, float]:
         """Return the share of the targets' GEMM FLOPs in each pair of formats, largest first; sums to 1.
 
@@ -170,6 +181,7 @@ class Plan:
             "backend": self.backend,
             "native": self.native,
             "emulated": self.emulated_reasons(),
+            "padded": [layer.name for layer in self.padded()],
             "flops_share": self.flops_share(),
             "layers": [layer.to_dict() for layer in self.layers],
             "unreachable": [entry.to_dict() for entry in self.unreachable],

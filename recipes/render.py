@@ -97,6 +97,10 @@ def _notes(plan: Plan) -> list[str]:
     if any(layer.when != "always" for layer in plan.layers):
         notes.append("when: profitable applies to some layers; which of them pay is measured, not shown here")
     notes += [f"{_EMULATED} emulated: {reason}" for reason in plan.emulated_reasons()]
+    padded = plan.padded()
+    if padded:
+        first = padded[0].name or "(root)"
+        notes.append(f"padded to multiples of 16: {len(padded)} layer{'s' if len(padded) > 1 else ''}, first {first}")
     notes += [f"not reachable: {e.name or '(root)'} ({e.type}): {e.reason}" for e in plan.unreachable]
     notes += [str(warning) for warning in plan.warnings]
     return notes

@@ -226,7 +226,10 @@ class _Resolution:
         """One Parameter under two modules must have one form on each path."""
         first: dict[int, int] = {}
         for index, target in enumerate(self.targets):
-            other = first.setdefault(id(target.module.weight), index)
+            weight = target.module._parameters.get("weight")
+            if weight is None:  # parametrized: made anew at each access, so nobody else holds it
+                continue
+            other = first.setdefault(id(weight), index)
             for path in ("fprop", "dgrad"):
                 a, b = (getattr(combinations[i].config, path).second for i in (other, index))
                 if a != b:

@@ -102,7 +102,7 @@ def _out_of_reach(module: nn.Module, parent: nn.Module | None) -> str | None:
     if isinstance(module, nn.Linear):
         if isinstance(parent, nn.MultiheadAttention):
             return "nn.MultiheadAttention reads this weight directly and never calls the module"
-        if isinstance(module.weight, UninitializedParameter):
+        if isinstance(module._parameters.get("weight"), UninitializedParameter):
             return "its shape is unknown before the first forward"
         if "forward" in module.__dict__:
             return "its forward was replaced on the instance, which a swapped class would not reach"

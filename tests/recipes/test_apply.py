@@ -150,6 +150,34 @@ def test_a_subclass_keeps_its_methods_and_its_type(tower, fp8, ids):
     assert type(tower.interaction[2]) is Named
 
 
+def test_parametrized_weights_keep_their_parametrization(tower, fp8, ids):
+    class Doubled(nn.Module):
+        def forward(self, weight):
+            return 2 * weight
+
+    for layer in tower.interaction:
+        nn.utils.parametrize.register_parametrization(layer, "weight", Doubled())
+    before = tower(ids)
+    keys = list(tower.state_dict())
+    plan = apply_recipe(tower, fp8)
+    assert len(plan.lowered) == 4
+    assert plan.layers[0].type == "ParametrizedLinear"
+    torch.testing.assert_close(tower(ids), before, rtol=0.2, atol=0.2)
+    tower(ids).sum().backward()
+    assert all(p.grad is not None for p in tower.parameters())
+    assert list(tower.state_dict()) == keys
+    remove_recipe(tower)
+    assert torch.equal(tower(ids), before)
+
+
+def test_frozen_weights_get_no_gradient(tower, fp8, ids):
+    tower.interaction[0].weight.requires_grad_(False)
+    apply_recipe(tower, fp8)
+    tower(ids).sum().backward()
+    assert tower.interaction[0].weight.grad is None
+    assert tower.interaction[1].weight.grad is not None
+
+
 def test_a_meta_model_can_be_applied_to_and_materialized(make_tower, fp8, ids):
     with torch.device("meta"):
         model = make_tower()
@@ -311,7 +339,7 @@ def test_a_wrapped_and_compiled_model_can_be_applied_to(tower, fp8, ids):
 def test_distributed_data_parallel_wraps_a_lowered_model(tower, fp8, ids, tmp_path):
     from torch import distributed
 
-    distributed.init_process_group("gloo", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         apply_recipe(tower, fp8)
         wrapped = nn.parallel.DistributedDataParallel(tower)

@@ -327,6 +327,13 @@ def test_native_and_emulated_are_told_for_the_device_with_the_reason(tower):
     assert not resolve("fp8-tensor", tower, device=NAMED_DEVICES["cpu"]).native
 
 
+def test_layers_that_pad_are_named(tower):
+    plan = resolve(recipe(Rule(layers="**", fprop="fp8_e4m3")), tower, device=H200)
+    assert [p.name for p in plan.padded()] == ["heads.0", "heads.1"]
+    assert "padded to multiples of 16: 2 layers, first heads.0" in plan.to_text()
+    assert resolve("fp8-tensor", tower, device=H200).padded() == []
+
+
 def test_flops_shares_add_up_to_one(tower):
     share = resolve(recipe(Rule(layers="interaction.*", fprop="fp8_e4m3")), tower).flops_share()
     assert sum(share.values()) == pytest.approx(1)
