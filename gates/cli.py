@@ -201,13 +201,14 @@ def main(argv: list[str] | None = None) -> NoReturn:
         # Whoever read the output has enough of it (`| head`); nothing more can be said there.
         sys.stdout = None  # type: ignore[assignment]
         code = exits.FAILED
-    except (KeyboardInterrupt, typer.Abort):  # the parser turns the first into the second
-        _say("interrupted; no report was written")
+    except (KeyboardInterrupt, typer.Abort):
         code = exits.INTERRUPTED
     except Exception as error:
         if debug:
             raise
         code = _explain(error)
+    if code == exits.INTERRUPTED:  # some versions of the parser turn the interrupt into this code themselves
+        _say("interrupted; no report was written")
     sys.exit(code if isinstance(code, int) else exits.ACCEPT)
 
 

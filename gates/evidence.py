@@ -7,7 +7,7 @@ from typing import Any
 
 from . import statistics
 from .decision import Decision
-from .measurements import ArmRun, Measurements
+from .measurements import ArmRun, Measurements, StepTime
 from .report import Evidence, Level, Statistics
 
 _METHOD = (
@@ -78,17 +78,23 @@ def _step(m: Measurements, alpha: float) -> Level:
             "ci_low": math.exp(ratio.lower(alpha)),
             "ci_high": math.exp(ratio.upper(alpha)),
         }
+    results["clocks"] = _clocks(step)
+    results["compile_and_warmup_seconds"] = step.warmup_seconds
+    results["stopped"] = step.stopped
+    results["bf16_fused"] = "not measured: this version has no fused kernels"
+    return Level(status="measured", baseline=baseline, scope=_STEP_SCOPE, results=results)
+
+
+def _clocks(step: StepTime) -> dict[str, Any] | str:
     clocks = [q.clocks for q in step.quartets if q.clocks]
-    results["clocks"] = step.clocks_note or {
+    if not clocks:
+        return step.clocks_note or "not recorded"
+    return {
         "sm_mhz": [min(c.sm_mhz for c in clocks), max(c.sm_mhz for c in clocks)],
         "watts": [min(c.watts for c in clocks), max(c.watts for c in clocks)],
         "celsius": [min(c.celsius for c in clocks), max(c.celsius for c in clocks)],
         "throttle": sorted({reason for c in clocks for reason in c.throttle}),
     }
-    results["compile_and_warmup_seconds"] = step.warmup_seconds
-    results["stopped"] = step.stopped
-    results["bf16_fused"] = "not measured: this version has no fused kernels"
-    return Level(status="measured", baseline=baseline, scope=_STEP_SCOPE, results=results)
 
 
 def _geometric_mean(times: list[tuple[float, float]]) -> float:
