@@ -24,8 +24,6 @@ from .spec import Spec
 
 #: Largest number of magnitudes that a percentile looks at.
 SAMPLE = 1 << 18
-#: Knuth's multiplicative hash: 2**32 / golden ratio, odd.
-_HASH = 2654435761
 
 
 def clip_limit(x: Tensor, spec: Spec) -> Tensor | None:
@@ -54,7 +52,7 @@ def percentile(x: Tensor, p: float) -> Tensor:
     if n > SAMPLE:
         stretch = n // SAMPLE
         number = torch.arange(SAMPLE, device=x.device)
-        magnitudes = magnitudes[number * stretch + (number * _HASH & 0xFFFF_FFFF) % stretch]
+        magnitudes = magnitudes[number * stretch + (_hash32(number) * stretch >> 32)]
         n = SAMPLE
     above = min(int(n * (100.0 - p) / 100.0 + 1e-6), n - 1)
     return magnitudes.topk(above + 1).values[above]
@@ -69,6 +67,13 @@ def root_mean_square(x: Tensor) -> Tensor:
         return x.new_zeros(())
     finite = _finite(x)
     return (finite * finite).mean().sqrt()
+
+
+def _hash32(number: Tensor) -> Tensor:
+    """Mix the bits of an int64 tensor into [0, 2**32): the finalizer of MurmurHash3."""
+    for shift, factor in ((16, 0x85EB_CA6B), (13, 0xC2B2_AE35)):
+        number = (number ^ (number >> shift)) * factor & 0xFFFF_FFFF
+    return number ^ (number >> 16)
 
 
 def _finite(x: Tensor) -> Tensor:

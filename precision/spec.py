@@ -18,6 +18,10 @@ from .formats import ALIASES, Format, get_format
 #: Granularities of formats that carry no scales of their own.
 PLAIN_GRANULARITIES = ("tensor", "row", "1x128", "128x128", "1x32", "1x16")
 _MODIFIERS = ("sr", "pow2", "delayed(n)", "clip(p=..)", "clip(rms=..)", "hadamard(n)", "floor", "rceil")
+#: Fields that shape a scale, and how an expression spells them.
+_SCALED_FIELDS = {
+    "pow2": "pow2", "delayed": "delayed(n)", "clip_p": "clip", "clip_rms": "clip", "hadamard": "hadamard(n)",
+}  # fmt: skip
 _HADAMARD_SIZES = (16, 32, 64, 128, 256)
 
 
@@ -136,42 +140,55 @@ def _granularities(fmt: Format) -> tuple[str, ...]:
     return PLAIN_GRANULARITIES
 
 
+class _FieldError(SpecError):
+    """A fault of one field; the parser turns the field into a place in the expression."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.field = field
+
+
 def _check(spec: Spec, fmt: Format) -> None:
     allowed = _granularities(fmt)
     if spec.granularity is not None and spec.granularity not in allowed:
+        found = spec.granularity
         if not allowed:
-            raise SpecError(f"{fmt.name} is stored unscaled and takes no granularity, found '/{spec.granularity}'")
-        raise SpecError(
-            f"unknown granularity '{spec.granularity}' for {fmt.name}{did_you_mean(spec.granularity, allowed)}"
-            f" (expected one of {', '.join(allowed)})"
+            raise _FieldError(
+                "granularity", f"{fmt.name} is stored unscaled and takes no granularity, found '/{found}'"
+            )
+        raise _FieldError(
+            "granularity",
+            f"unknown granularity '{found}' for {fmt.name}{did_you_mean(found, allowed)}"
+            f" (expected one of {', '.join(allowed)})",
         )
-    scaled = {"pow2": spec.pow2, "delayed(n)": spec.delayed is not None, "clip": spec.clip_p or spec.clip_rms,
-              "hadamard(n)": spec.hadamard is not None}  # fmt: skip
     if fmt.high_precision:
-        for name, present in scaled.items():
-            if present:
-                raise SpecError(f"{fmt.name} is stored unscaled and takes no {name}")
+        for field, name in _SCALED_FIELDS.items():
+            if getattr(spec, field) not in (None, False):
+                raise _FieldError(field, f"{fmt.name} is stored unscaled and takes no {name}")
     if spec.sr and fmt.name == "fp32":
-        raise SpecError("fp32 is not rounded and takes no sr")
+        raise _FieldError("sr", "fp32 is not rounded and takes no sr")
     if fmt.block_scaled and spec.pow2:
-        raise SpecError(f"{fmt.name} carries its own block scales and takes no pow2")
+        raise _FieldError("pow2", f"{fmt.name} carries its own block scales and takes no pow2")
     if spec.mx_scale is not None and not _is_mx(fmt):
-        raise SpecError(f"{spec.mx_scale} belongs to MX formats, found on {fmt.name}")
+        raise _FieldError("mx_scale", f"{spec.mx_scale} belongs to MX formats, found on {fmt.name}")
     if spec.mx_scale not in (None, "floor", "rceil"):
-        raise SpecError(f"mx_scale is floor or rceil, found '{spec.mx_scale}'")
+        raise _FieldError("mx_scale", f"mx_scale is floor or rceil, found '{spec.mx_scale}'")
     if spec.delayed is not None:
         if spec.delayed < 1:
-            raise SpecError(f"delayed(n) needs n >= 1, found {spec.delayed}")
+            raise _FieldError("delayed", f"delayed(n) needs n >= 1, found {spec.delayed}")
         if spec.granularity != "tensor":
-            raise SpecError(f"delayed({spec.delayed}) needs granularity tensor, found '{spec.granularity}'")
+            raise _FieldError(
+                "delayed", f"delayed({spec.delayed}) needs granularity tensor, found '{spec.granularity}'"
+            )
     if spec.clip_p is not None and not 0 < spec.clip_p <= 100:
-        raise SpecError(f"clip(p=..) is a percentile in (0, 100], found {spec.clip_p:g}")
+        raise _FieldError("clip_p", f"clip(p=..) is a percentile in (0, 100], found {spec.clip_p:g}")
     if spec.clip_rms is not None and not 0 < spec.clip_rms < math.inf:
-        raise SpecError(f"clip(rms=..) needs a positive, finite multiple, found {spec.clip_rms:g}")
+        raise _FieldError("clip_rms", f"clip(rms=..) needs a positive, finite multiple, found {spec.clip_rms:g}")
     if spec.clip_p is not None and spec.clip_rms is not None:
-        raise SpecError("clip stands twice: by percentile and by RMS")
+        raise _FieldError("clip_rms", "clip stands twice: by percentile and by RMS")
     if spec.hadamard is not None and spec.hadamard not in _HADAMARD_SIZES:
-        raise SpecError(f"hadamard(n) takes n of {', '.join(map(str, _HADAMARD_SIZES))}, found {spec.hadamard}")
+        sizes = ", ".join(map(str, _HADAMARD_SIZES))
+        raise _FieldError("hadamard", f"hadamard(n) takes n of {sizes}, found {spec.hadamard}")
 
 
 _TOKEN = re.compile(r"(?P<name>[a-z0-9_]+)(?:\((?P<args>[^()]*)\))?")
@@ -183,20 +200,24 @@ def _parse(text: str) -> Spec:
     name, slash, granularity = head.partition("/")
     if not name.strip():
         raise SpecError(f"expected a format expression FORMAT[/GRANULARITY][+MODIFIER...], found '{text}'")
+    offsets: dict[str, int] = {}
     fields: dict[str, object] = {"format": ALIASES.get(name.strip(), name.strip())}
     get_format(name.strip())
     if slash:
         if not granularity.strip():
             raise SpecError(f"expected a granularity after '/' in '{text}'", len(name) + 1)
-        fields["granularity"] = granularity.strip()
+        fields["granularity"], offsets["granularity"] = granularity.strip(), len(name) + 1
     offset = len(head) + 1
     for modifier in modifiers:
         key, value = _modifier(modifier.strip(), offset)
         if key in fields or (key.startswith("clip") and {"clip_p", "clip_rms"} & fields.keys()):
             raise SpecError(f"modifier '{modifier.strip()}' repeats one before it in '{text}'", offset)
-        fields[key] = value
+        fields[key], offsets[key] = value, offset
         offset += len(modifier) + 1
-    return Spec(**fields)  # type: ignore[arg-type]
+    try:
+        return Spec(**fields)  # type: ignore[arg-type]
+    except _FieldError as fault:
+        raise SpecError(str(fault), offsets.get(fault.field, 0)) from None
 
 
 def _modifier(text: str, offset: int) -> tuple[str, object]:

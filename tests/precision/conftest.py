@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -55,3 +57,11 @@ def same_bits():
         assert not wrong.any(), f"{wrong.sum()} differ, at {first.tolist()}: {a[wrong][:5]} for {e[wrong][:5]}"
 
     return check
+
+
+@pytest.fixture
+def unused_port() -> int:
+    """A TCP port of this host that nothing listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]

@@ -6,7 +6,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-
 from narrowgate.precision.errors import SpecError
 from narrowgate.precision.formats import BF16, E8M0, FORMATS, ElementFormat, Format, get_format
 from narrowgate.precision.rounding import decode, encode, overflow_threshold, round_nearest, torch_dtype

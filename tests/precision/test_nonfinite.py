@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-
 from narrowgate.precision import AmaxHistory, quantize
 
 GROUPS = {

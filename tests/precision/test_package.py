@@ -6,9 +6,8 @@ import pkgutil
 import subprocess
 import sys
 
-import pytest
-
 import narrowgate.precision as package
+import pytest
 
 
 def test_importing_the_package_does_not_import_torch():

@@ -8,7 +8,6 @@ import math
 import numpy as np
 import pytest
 import torch
-
 from narrowgate.precision import NarrowgateError, quantize
 from narrowgate.precision.formats import get_format
 from narrowgate.precision.quantization import prepare
@@ -123,7 +122,9 @@ def test_square_blocks_serve_both_axes(spec):
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 32), (32, 0), (3, 0, 5), (0, 0)])
-@pytest.mark.parametrize("spec", [*SHAPES, "bf16", "nvfp4+hadamard(16)+sr", "fp8_e4m3+clip(p=99)", "fp8_e5m2+clip(rms=4)"])
+@pytest.mark.parametrize(
+    "spec", [*SHAPES, "bf16", "nvfp4+hadamard(16)+sr", "fp8_e4m3+clip(p=99)", "fp8_e5m2+clip(rms=4)"]
+)
 def test_empty_tensors_stay_empty(spec, shape):
     for dim in range(len(shape)):
         assert quantize(torch.empty(shape), spec, dim=dim, seed=0).dequantize().shape == shape

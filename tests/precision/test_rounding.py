@@ -6,11 +6,10 @@ import gfloat.formats
 import numpy as np
 import pytest
 import torch
-from torchao.prototype.mx_formats.kernels import f32_to_f4_unpacked
-
 from narrowgate.precision.formats import BF16, E2M1, E2M3, E3M2, E4M3, E5M2, FP32
 from narrowgate.precision.packing import pack_fp4, unpack_fp4
 from narrowgate.precision.rounding import decode, encode, round_nearest
+from torchao.prototype.mx_formats.kernels import f32_to_f4_unpacked
 
 NARROW = (E4M3, E5M2, E2M3, E3M2, E2M1)
 

@@ -7,14 +7,13 @@ import math
 import numpy as np
 import pytest
 import torch
-from torchao.prototype.mx_formats.config import ScaleCalculationMode
-from torchao.prototype.mx_formats.kernels import f32_to_f4_unpacked, pack_uint4
-from torchao.prototype.mx_formats.mx_tensor import to_mx
-
 from narrowgate.precision import quantize
 from narrowgate.precision.formats import E4M3, get_format
 from narrowgate.precision.scaling import scale_values, scales_from_amax
 from narrowgate.precision.spec import Spec
+from torchao.prototype.mx_formats.config import ScaleCalculationMode
+from torchao.prototype.mx_formats.kernels import f32_to_f4_unpacked, pack_uint4
+from torchao.prototype.mx_formats.mx_tensor import to_mx
 
 TORCHAO_ELEMENTS = {
     "mxfp8": torch.float8_e4m3fn,
@@ -182,7 +181,9 @@ def test_a_zero_group_has_scale_one():
     assert torch.equal(scales_from_amax(torch.zeros(3), Spec.parse("fp8_e4m3/row")).scale, torch.ones(3))
 
 
-@pytest.mark.parametrize("spec", ["fp8_e4m3", "fp8_e4m3+pow2", "fp8_e5m2/row", "fp4_e2m1/1x16", "nvfp4", "mxfp8", "mxfp4"])
+@pytest.mark.parametrize(
+    "spec", ["fp8_e4m3", "fp8_e4m3+pow2", "fp8_e5m2/row", "fp4_e2m1/1x16", "nvfp4", "mxfp8", "mxfp4"]
+)
 @pytest.mark.parametrize("amax", [2.0**-149, 1e-42, 2.0**-126, 1e-37, 1e-33])
 def test_a_tiny_amax_gives_finite_scales_and_loses_no_more_than_the_smallest_step(spec, amax):
     # The reciprocal of amax / 448 would be infinite, and zeros in the group would become NaN.

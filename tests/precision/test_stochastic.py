@@ -10,7 +10,6 @@ import gfloat.formats
 import numpy as np
 import pytest
 import torch
-
 from narrowgate.precision import NarrowgateError, Shard, call_key, quantize, stream_key
 from narrowgate.precision.formats import BF16, E2M1, E2M3, E3M2, E4M3, E5M2
 from narrowgate.precision.rounding import round_nearest, round_stochastic
@@ -23,8 +22,7 @@ _SIGMAS = 5.0
 def _gfloat(x: torch.Tensor, info: str, bits: torch.Tensor, mode: gfloat.RoundMode) -> torch.Tensor:
     fi = getattr(gfloat.formats, f"format_info_{info}")
     rounded = [
-        gfloat.round_float(fi, float(v), mode, True, int(b), 16)
-        for v, b in zip(x.tolist(), bits.tolist(), strict=True)
+        gfloat.round_float(fi, float(v), mode, True, int(b), 16) for v, b in zip(x.tolist(), bits.tolist(), strict=True)
     ]
     return torch.tensor(rounded, dtype=torch.float32)
 
