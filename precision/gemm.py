@@ -46,7 +46,7 @@ def dense_gemm(first: Tensor, second: Tensor, *, out_dtype: torch.dtype) -> Tens
     dtype = torch.promote_types(first.dtype, second.dtype)
     if dtype == torch.bfloat16:
         return _mm_accumulating_in_fp32(first, second, out_dtype)
-    return torch.mm(first.to(dtype), second.to(dtype).t()).to(out_dtype)
+    return _as(torch.mm(first.to(dtype), second.to(dtype).t()), out_dtype)
 
 
 def _native(
@@ -54,19 +54,37 @@ def _native(
 ) -> Tensor:
     a, b = _codes(first), _codes(second)
     granularities = {first.spec.granularity, second.spec.granularity}
-    if granularities == {"tensor"}:
+    if granularities <= {"tensor", "row"}:
         scale_a, scale_b = _scale(first), _scale(second)
-        recipe_a = recipe_b = F.ScalingType.TensorWise
-    elif granularities <= {"tensor", "row"}:
-        scale_a, scale_b = _row_scales(first, a.shape[0]).unsqueeze(1), _row_scales(second, b.shape[0]).unsqueeze(0)
-        recipe_a = recipe_b = F.ScalingType.RowWise
+        if granularities != {"tensor"}:
+            scale_a = _row_scales(scale_a, a.shape[0]).unsqueeze(1)
+            scale_b = _row_scales(scale_b, b.shape[0]).unsqueeze(0)
+        # The functional scaled_mm does the same, but Dynamo traces it only from PyTorch 2.12 on.
+        product = torch.ops.aten._scaled_mm.default(a, b.t(), scale_a, scale_b, None, None, out_dtype, fast)
     else:
-        scale_a, recipe_a = _block_scales(first, a.shape[0])
-        scale_b, recipe_b = _block_scales(second, b.shape[0])
-    product = F.scaled_mm(
-        a, b.t(), scale_a, recipe_a, scale_b, recipe_b, output_dtype=out_dtype, use_fast_accum=fast
-    )  # fmt: skip
+        rows_a, rows_b = (q.spec.granularity == "1x128" for q in (first, second))
+        product = torch.ops.narrowgate.block_scaled_mm(
+            a, b, _block_scales(first, a.shape[0]), _block_scales(second, b.shape[0]), rows_a, rows_b, out_dtype
+        )
     return product if product.shape == (rows, columns) else product[:rows, :columns]
+
+
+@torch.library.custom_op("narrowgate::block_scaled_mm", mutates_args=())
+def _block_scaled_mm(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, rows_a: bool, rows_b: bool, out_dtype: torch.dtype
+) -> Tensor:
+    """a [R, C] · b [S, C]ᵀ with scales of 1x128 (``rows_*``) or 128x128 blocks; an op of its own to be traceable."""
+    recipe_a, recipe_b = (
+        F.ScalingType.BlockWise1x128 if rows else F.ScalingType.BlockWise128x128 for rows in (rows_a, rows_b)
+    )
+    return F.scaled_mm(a, b.t(), scale_a.t(), recipe_a, scale_b.t(), recipe_b, output_dtype=out_dtype)
+
+
+@_block_scaled_mm.register_fake
+def _(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, rows_a: bool, rows_b: bool, out_dtype: torch.dtype
+) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
 
 
 def _scale(operand: QuantizedTensor) -> Tensor:
@@ -85,26 +103,24 @@ def _codes(operand: QuantizedTensor) -> Tensor:
     return codes.contiguous()
 
 
-def _row_scales(operand: QuantizedTensor, padded_rows: int) -> Tensor:
+def _row_scales(scale: Tensor, padded_rows: int) -> Tensor:
     """One scale a row, contiguous; a tensor scale is expanded and padded rows get a scale of their own."""
-    scale = _scale(operand).reshape(-1)
+    scale = scale.reshape(-1)
     if scale.numel() == 1:
         return scale.expand(padded_rows).contiguous()
     return F.pad(scale, (0, padded_rows - scale.numel())).contiguous()
 
 
-def _block_scales(operand: QuantizedTensor, padded_rows: int) -> tuple[Tensor, F.ScalingType]:
-    """Scales of 1x128 or 128x128 blocks in the layout that the library reads.
+def _block_scales(operand: QuantizedTensor, padded_rows: int) -> Tensor:
+    """Scales of 1x128 or 128x128 blocks in the layout that the library reads, here as the transposed, contiguous view.
 
-    1x128: [rows, blocks] with rows fastest. 128x128: blocks along the contraction fastest, their number padded to a
-    multiple of 4 (the layout rules of ``_scaled_mm_v2`` in PyTorch's ScaledBlas.cpp).
+    1x128: [blocks, rows]. 128x128: [row blocks, blocks along the contraction], the latter padded to a multiple of 4
+    (the layout rules of ``_scaled_mm_v2`` in PyTorch's ScaledBlas.cpp).
     """
     scale = _scale(operand) if operand.dim == 1 else _scale(operand).t()
     if operand.spec.granularity == "1x128":
-        scale = F.pad(scale, (0, 0, 0, padded_rows - scale.shape[0]), value=1.0)
-        return scale.t().contiguous().t(), F.ScalingType.BlockWise1x128
-    scale = F.pad(scale, (0, -scale.shape[1] % 4), value=1.0)
-    return scale.contiguous().t(), F.ScalingType.BlockWise128x128
+        return F.pad(scale, (0, 0, 0, padded_rows - scale.shape[0]), value=1.0).t().contiguous()
+    return F.pad(scale, (0, -scale.shape[1] % 4), value=1.0).contiguous()
 
 
 def _emulated(first: QuantizedTensor, second: QuantizedTensor, out_dtype: torch.dtype) -> Tensor:
@@ -119,7 +135,7 @@ def _emulated(first: QuantizedTensor, second: QuantizedTensor, out_dtype: torch.
     if not factored:
         return _mm_accumulating_in_fp32(a, b, out_dtype)
     product = _mm_accumulating_in_fp32(a, b, torch.float32)
-    return (product * _scale(first).reshape(-1, 1) * _scale(second).reshape(1, -1)).to(out_dtype)
+    return _as(product * _scale(first).reshape(-1, 1) * _scale(second).reshape(1, -1), out_dtype)
 
 
 def _contraction_last(operand: QuantizedTensor, values: Tensor) -> Tensor:
@@ -129,7 +145,15 @@ def _contraction_last(operand: QuantizedTensor, values: Tensor) -> Tensor:
 def _mm_accumulating_in_fp32(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
     """a [R, C] · b [S, C]ᵀ for BF16 operands."""
     if a.is_cuda:
-        return torch.mm(a, b.t()) if out_dtype == a.dtype else torch.mm(a, b.t(), out_dtype=torch.float32).to(out_dtype)
+        return (
+            torch.mm(a, b.t()) if out_dtype == a.dtype else _as(torch.mm(a, b.t(), out_dtype=torch.float32), out_dtype)
+        )
     # Products of BF16 values are exact in FP32, so an FP32 GEMM of widened operands is the same arithmetic, and on
     # CPUs without BF16 instructions it is many times faster.
-    return torch.mm(a.float(), b.float().t()).to(out_dtype)
+    return _as(torch.mm(a.float(), b.float().t()), out_dtype)
+
+
+def _as(x: Tensor, dtype: torch.dtype) -> Tensor:
+    # Not .to() where the dtype is right already: on PyTorch 2.11 an autograd.Function whose output went through such a
+    # no-op has gradients of zero once compiled.
+    return x if x.dtype == dtype else x.to(dtype)
