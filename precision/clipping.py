@@ -66,7 +66,8 @@ def root_mean_square(x: Tensor) -> Tensor:
     if x.numel() == 0:
         return x.new_zeros(())
     finite = _finite(x)
-    return (finite * finite).mean().sqrt()
+    # Summed in FP64, so that the order of the sum (eager, compiled, GPU) does not show in the FP32 result.
+    return ((finite * finite).sum(dtype=torch.float64) / x.numel()).sqrt().to(torch.float32)
 
 
 def _hash32(number: Tensor) -> Tensor:

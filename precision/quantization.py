@@ -33,7 +33,8 @@ class QuantizedTensor:
     #: Codes in the input's axis order: a float8 dtype for FP8 and BF16/FP32 for themselves, in the input's shape;
     #: uint8 for FP6 (one code a byte); uint8 for FP4, two codes a byte along ``dim``: ceil(K / 2) there.
     data: Tensor
-    #: Dequantization scales, FP32 or the block format's dtype: shape [] for ``tensor``; length 1 at ``dim`` for
+    #: Dequantization scales, FP32 or the block format's dtype (E8M0 as uint8 codes in a graph compiled for the CPU,
+    #: which has no such type): shape [] for ``tensor``; length 1 at ``dim`` for
     #: ``row``; for blocks ceil(length / block) along every blocked axis. None for formats that are stored unscaled.
     scale: Tensor | None
     #: NVFP4's FP32 scale over the block scales, shape []; else None.

@@ -47,7 +47,7 @@ _SIXTH = 0.16666667163372040
 class Scales:
     """The scales of a tensor's groups; all three broadcast against each other."""
 
-    #: Stored scale: FP32, or the block format (float8_e8m0fnu, float8_e4m3fn).
+    #: Stored scale: FP32, or the block format (float8_e4m3fn; float8_e8m0fnu, its uint8 codes in compiled CPU code).
     scale: Tensor
     #: FP32 factor that the input is multiplied by before it is rounded.
     multiplier: Tensor
@@ -102,7 +102,14 @@ def _e8m0_scales(amax: Tensor, element: ElementFormat, *, rceil: bool) -> Scales
     multiplier = ((254 - exponent) << 23).view(torch.float32)
     finite = amax < math.inf
     code = torch.where(finite, exponent, _E8M0_NAN)
-    return Scales(code.to(torch.uint8).view(torch.float8_e8m0fnu), torch.where(finite, multiplier, math.nan))
+    return Scales(_as_e8m0(code.to(torch.uint8)), torch.where(finite, multiplier, math.nan))
+
+
+def _as_e8m0(code: Tensor) -> Tensor:
+    # Inductor's C++ code has no E8M0 type (torch 2.13): inside a graph compiled for the CPU the codes stay uint8.
+    if torch.compiler.is_compiling() and code.device.type == "cpu":
+        return code
+    return code.view(torch.float8_e8m0fnu)
 
 
 def _two_level_scales(amax: Tensor, element: ElementFormat, tensor_amax: Tensor | None) -> Scales:
@@ -123,7 +130,7 @@ def _two_level_scales(amax: Tensor, element: ElementFormat, tensor_amax: Tensor 
 
 def scale_values(scale: Tensor, tensor_scale: Tensor | None = None) -> Tensor:
     """Return stored scales as FP32 factors: E8M0 and E4M3 decoded, the tensor level multiplied in."""
-    if scale.dtype == torch.float8_e8m0fnu:
+    if scale.dtype in (torch.float8_e8m0fnu, torch.uint8):
         code = scale.view(torch.uint8).to(torch.int32)
         bits = torch.where(code == 0, 0x40_0000, code << 23)  # 2**-127 is subnormal in FP32
         return torch.where(code == _E8M0_NAN, math.nan, bits.view(torch.float32))
