@@ -6,8 +6,7 @@ import os
 import sys
 import time
 from dataclasses import dataclass
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -28,41 +27,19 @@ class Step:
     loss: float
 
 
-class Progress(Protocol):
-    """Receives what happens; a context manager."""
+class Progress:
+    """Hears what happens, as a context manager; this one shows nothing."""
 
     def phase(self, text: str, trainings: int = 0) -> None:
-        """Begin a part of the run; ``trainings`` is how many trainings it holds."""
-        ...
+        """Hear of a new part of the run; ``trainings`` is how many trainings it holds."""
 
     def step(self, step: Step) -> None:
         """Hear of a step."""
-        ...
 
     def trained(self, seed: int, arm: str) -> None:
         """Hear of a finished training."""
-        ...
 
-    def __enter__(self) -> Progress: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-
-class Silent:
-    """Shows nothing."""
-
-    def phase(self, text: str, trainings: int = 0) -> None:
-        """Ignore it."""
-
-    def step(self, step: Step) -> None:
-        """Ignore it."""
-
-    def trained(self, seed: int, arm: str) -> None:
-        """Ignore it."""
-
-    def __enter__(self) -> Silent:
+    def __enter__(self) -> Progress:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -101,7 +78,7 @@ def _at(step: Step) -> str:
     return f"{step.step}/{'?' if step.steps is None else step.steps}"
 
 
-class Lines(Silent):
+class Lines(Progress):
     """Plain lines: one a finished training, and one every ten seconds."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -129,7 +106,7 @@ class Lines(Silent):
         print(text, file=self._stream, flush=True)
 
 
-class Live(Silent):
+class Live(Progress):
     """A table of running trainings over a bar with the time left, redrawn in place."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -154,7 +131,7 @@ class Live(Silent):
         """Drop the training's row and move the bar."""
         self._clock.finish(seed, arm)
 
-    def __enter__(self) -> Live:
+    def __enter__(self) -> Progress:
         self._live.start()
         return self
 
@@ -186,9 +163,9 @@ class Live(Silent):
 
 def make_progress(quiet: bool, stream: TextIO | None = None) -> Progress:
     """Return what fits the stream: silence, plain lines (no terminal, NO_COLOR, a dumb terminal), or a live table."""
-    stream = sys.stderr if stream is None else stream
-    if quiet:
-        return Silent()
-    if not stream.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM", "dumb") == "dumb":
-        return Lines(stream)
-    return Live(stream)
+    shown = stream or sys.stderr
+    if quiet or shown is None:
+        return Progress()
+    if not shown.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM", "dumb") == "dumb":
+        return Lines(shown)
+    return Live(shown)

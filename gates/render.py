@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.resources
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -101,5 +101,5 @@ def _template(name: str) -> jinja2.Template:
         autoescape=False, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters["cell"] = lambda text: " ".join(str(text).split()).replace("|", "\\|").replace("<", "&lt;")
-    source = importlib.resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+    source = Path(__file__).with_name(name).read_text(encoding="utf-8")
     return environment.from_string(source)

@@ -14,7 +14,7 @@ from .measurements import Measurements, Record
 from .policy import Policy
 
 SCHEMA_VERSION = 1
-FILES = ("report.json", "report.md", "junit.xml")
+FILES: tuple[str, ...] = ("report.json", "report.md", "junit.xml")
 SCHEMA_FILE = Path(__file__).with_name("report.schema.json")
 
 

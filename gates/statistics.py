@@ -150,7 +150,7 @@ def _cluster_error(influence: NDArray[np.float64], groups: ArrayLike | None) -> 
     """Return (standard error, degrees of freedom) of a sum of row influences [n] within clusters."""
     if groups is not None:
         _, index = np.unique(np.asarray(groups), return_inverse=True)
-        influence = np.bincount(index.reshape(-1), weights=influence)
+        influence = np.asarray(np.bincount(index.reshape(-1), weights=influence), dtype=np.float64)
     clusters = influence.size
     if clusters < 2:
         return math.inf, 1

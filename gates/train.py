@@ -7,6 +7,7 @@ an arm. Nothing waits for the device inside a step: losses and gradient norms st
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import itertools
 import random
@@ -36,6 +37,8 @@ Watch = Callable[[int, "int | None", float], None]
 _FETCH_EVERY = 20
 #: A graph that keeps recompiling would fall back to eager in one arm and spoil the comparison: it fails instead.
 _RECOMPILES = 64
+#: A seed's stochastic draws are fewer than two to this power.
+_DRAWS_A_SEED_BITS = 20
 
 
 class RunError(RuntimeError):
@@ -72,6 +75,7 @@ class Arm:
         recipe: the candidate's recipe; None for the baseline.
         backend: overrides the recipe's backend.
         steps: at most so many training steps a seed; None for all batches.
+        compiled: compile once and re-initialise in place; None is on a GPU only.
     """
 
     task: Task
@@ -79,10 +83,15 @@ class Arm:
     recipe: Recipe | None = None
     backend: str | None = None
     steps: int | None = None
+    compiled: bool | None = None
     _model: nn.Module | None = None
     _callable: Any = None
     _plan: Plan | None = None
     _fresh_state: Any = None
+
+    def __post_init__(self) -> None:
+        if self.compiled is None:
+            self.compiled = self.device.type == "cuda"
 
     def train(self, seed: int, watch: Watch) -> Trained:
         """Train from scratch under ``seed`` and predict the held-out rows.
@@ -123,16 +132,16 @@ class Arm:
             raise NarrowgateError(f"build_model() returned a {type(fresh).__name__}, expected a torch.nn.Module")
         fresh = fresh.to(self.device)
         weights = weights_fingerprint(fresh)
-        if self._model is None or self.device.type != "cuda":
+        if self._model is None or not self.compiled:
             self._model = fresh
             if self.recipe is not None:
                 from ..recipes import apply_recipe
 
                 self._plan = apply_recipe(fresh, self.recipe, backend=self.backend, seed=seed)
-            self._callable = compile_model(fresh) if self.device.type == "cuda" else fresh
+            self._callable = compile_model(fresh) if self.compiled else fresh
         else:
             _copy_state(fresh, self._model)
-        if self.recipe is not None and self.device.type == "cuda":
+        if self.recipe is not None and self.compiled:
             self._reset_recipe(seed)
         return weights
 
@@ -246,7 +255,12 @@ class Arm:
         assert self._model is not None
         if self._fresh_state is None:
             self._fresh_state = recipe_state(self._model)
-        load_recipe_state(self._model, self._fresh_state)
+        state = copy.deepcopy(self._fresh_state)
+        for layer in state["layers"].values():
+            # The keys of stochastic rounding are constants of the compiled graph; the counter of draws is not. Seeds
+            # draw from far apart.
+            layer["calls"] += seed << _DRAWS_A_SEED_BITS
+        load_recipe_state(self._model, state)
 
 
 def compile_model(model: nn.Module) -> Any:
@@ -257,6 +271,8 @@ def compile_model(model: nn.Module) -> Any:
 @contextlib.contextmanager
 def honest_compilation() -> Iterator[None]:
     """Within, a graph that recompiles without end raises instead of falling back to eager silently."""
+    import torch._dynamo
+
     with torch._dynamo.config.patch(recompile_limit=_RECOMPILES, fail_on_recompile_limit_hit=True):
         yield
 

@@ -44,7 +44,7 @@ def train_seeds(job: Job, seeds: Sequence[int], progress: Progress) -> dict[int,
         RunError: a worker died or its training failed.
         NarrowgateError: a worker met bad input.
     """
-    context = multiprocessing.get_context("spawn")
+    context: Any = multiprocessing.get_context("spawn")
     waiting, results = list(seeds), {}
     workers: list[_Worker] = []
     try:

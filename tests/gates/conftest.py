@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -260,13 +260,13 @@ rules:
 
 
 @pytest.fixture
-def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A working directory with a user's task module ``ranker`` and the recipe ``all-fp8.yaml``; imports from it."""
     (tmp_path / "ranker.py").write_text(TASK_MODULE)
     (tmp_path / "all-fp8.yaml").write_text(RECIPE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    yield tmp_path  # type: ignore[misc]
+    yield tmp_path
     sys.modules.pop("ranker", None)
 
 

@@ -64,10 +64,8 @@ def test_placements_average_to_the_auc_with_and_without_weights(
     ],
 )
 def test_what_cannot_be_computed_is_none_with_a_reason(logits, labels, weights, note) -> None:
-    def array(x):
-        return None if x is None else np.array(x, dtype=np.float64)
-
-    found = metrics.evaluate(array(logits), array(labels), array(weights), 0.5)
+    given = [None if x is None else np.array(x, dtype=np.float64) for x in (logits, labels, weights)]
+    found = metrics.evaluate(*given, 0.5)  # type: ignore[arg-type]
     assert found.auc is None
     assert found.note is not None
     assert note in found.note

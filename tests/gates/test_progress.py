@@ -4,7 +4,7 @@ import io
 
 import pytest
 from narrowgate.gates import progress
-from narrowgate.gates.progress import Lines, Live, Silent, Step, make_progress
+from narrowgate.gates.progress import Lines, Live, Progress, Step, make_progress
 
 
 class Terminal(io.StringIO):
@@ -12,7 +12,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def play(shown: progress.Progress) -> None:
+def play(shown: Progress) -> None:
     with shown:
         shown.phase("training 2 paired seeds", trainings=2)
         shown.step(Step(seed=0, arm="baseline", step=5, steps=10, loss=0.6931))
@@ -60,7 +60,7 @@ def test_a_terminal_gets_a_live_table() -> None:
 @pytest.mark.parametrize(
     ("quiet", "terminal", "environment", "kind"),
     [
-        (True, True, {}, Silent),
+        (True, True, {}, Progress),
         (False, False, {"TERM": "xterm"}, Lines),
         (False, True, {"TERM": "xterm"}, Live),
         (False, True, {"TERM": "xterm", "NO_COLOR": "1"}, Lines),

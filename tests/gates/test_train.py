@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from narrowgate.gates import train
 from narrowgate.gates.batches import fingerprint, length, tensors, to_device, weights_fingerprint
 from narrowgate.gates.pairs import Pairing, combine, stability, summarise
 from narrowgate.gates.policy import StabilityLimits
@@ -92,7 +93,7 @@ def test_rows_of_a_pair_give_the_interval_of_their_mean(task) -> None:
     pairs = [pairing.pair(*(arm.train(seed, quiet) for arm in arms)) for seed in (0, 1)]
     rows = combine(pairs)
     assert rows is not None
-    quality = [(p.run.baseline.quality["click"], p.run.candidate.quality["click"]) for p in pairs]
+    quality: list[Any] = [(p.run.baseline.quality["click"], p.run.candidate.quality["click"]) for p in pairs]
     loss = np.mean([c.log_loss for _, c in quality]) / np.mean([b.log_loss for b, _ in quality]) - 1
     auc = np.mean([b.auc - c.auc for b, c in quality])
     assert rows.ne["click"].mean == pytest.approx(loss, rel=1e-9)
@@ -101,7 +102,7 @@ def test_rows_of_a_pair_give_the_interval_of_their_mean(task) -> None:
 
 
 def test_gradient_norms_see_what_is_not_finite_and_count_sparse_gradients() -> None:
-    model = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 1))
+    model: Any = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 1))
     model(torch.tensor([0, 1])).sum().backward()
     sparse, dense = model[0].weight.grad, [p.grad for p in model[1].parameters()]
     assert sparse is not None
@@ -192,10 +193,41 @@ def test_task_names_must_fit_the_logits() -> None:
         task_names(Named(), 2)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("recipe", [None, "all-fp8.yaml", "stochastic.yaml"])
+def test_an_arm_is_compiled_once_and_every_seed_starts_afresh(
+    room: Path, monkeypatch: pytest.MonkeyPatch, recipe: str | None
+) -> None:
+    text = (room / "all-fp8.yaml").read_text()
+    (room / "stochastic.yaml").write_text(text.replace("grad: fp8_e5m2", "grad: fp8_e5m2+sr"))
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(train, "compile_model", lambda model: torch.compile(model, backend=backend))
+    torch._dynamo.reset()
+    loaded = None if recipe is None else load_recipe(recipe)
+    arm = train.Arm(load_task("ranker:good"), CPU, loaded, steps=10, compiled=True)
+    with train.honest_compilation():
+        first = arm.train(0, quiet)
+        built = len(graphs)
+        other = arm.train(1, quiet)
+        again = arm.train(0, quiet)
+    assert len(graphs) == built
+    np.testing.assert_array_equal(first.losses, again.losses)
+    np.testing.assert_array_equal(first.logits, again.logits)
+    assert first.weights == again.weights != other.weights
+    eager = train.Arm(load_task("ranker:good"), CPU, loaded, steps=10)
+    np.testing.assert_allclose(eager.train(0, quiet).losses, first.losses, rtol=1e-5 if recipe is None else 1e-2)
+    assert eager.train(1, quiet).weights == other.weights
+    arm.release()
+
+
 @pytest.mark.gpu
 def test_on_a_gpu_an_arm_is_compiled_once_and_repeats_itself(room: Path) -> None:
     device = torch.device("cuda")
-    arm = Arm(load_task("ranker:good"), device, load_recipe("all-fp8.yaml"), steps=20)
+    arm = train.Arm(load_task("ranker:good"), device, load_recipe("all-fp8.yaml"), steps=20)
     first = arm.train(0, quiet)
     compiled = arm._callable
     arm.train(1, quiet)
