@@ -128,8 +128,31 @@ def random_bits(
 
 def _contiguous(key: int | Tensor, offset: int, count: int, device: torch.device | str) -> Tensor:
     """Bits of the elements offset .. offset + count of the unsharded tensor."""
+    if isinstance(key, Tensor):
+        return _random_bits_op(key, offset, count).to(torch.int32) & 0xFFFF
+    return _halves(key, offset, count, device)
+
+
+def _halves(key: int | Tensor, offset: int, count: int, device: torch.device | str) -> Tensor:
     first, skip = offset // LANES, offset % LANES
     counters = (skip + count + LANES - 1) // LANES
     words = philox(key, torch.arange(first, first + counters, device=device))
     halves = [half for word in words for half in ((word & 0xFFFF).to(torch.int32), (word >> 16).to(torch.int32))]
     return torch.stack(halves, -1).view(-1).narrow(0, skip, count)
+
+
+# An op of its own: traced, Philox is some 150 integer operations a draw, which cost a compiler more time than the
+# whole layer around it, and in eager mode as many launches.
+@torch.library.custom_op("narrowgate::random_bits", mutates_args=())
+def _random_bits_op(key: Tensor, offset: int, count: int) -> Tensor:
+    """The 16 bits of the elements offset .. offset + count, int16 [count]."""
+    if key.is_cuda:
+        from .kernels.philox import fill_random_bits
+
+        return fill_random_bits(key, offset, count)
+    return _halves(key, offset, count, key.device).to(torch.int16)
+
+
+@_random_bits_op.register_fake
+def _(key: Tensor, offset: int, count: int) -> Tensor:
+    return key.new_empty(count, dtype=torch.int16)

@@ -246,3 +246,14 @@ def test_the_bits_are_those_of_tritons_randint4x():
         draw[(1,)](out, key, 256)
         expected = torch.stack(philox(key, torch.arange(256)), -1)
         assert torch.equal(out.cpu().to(torch.int64) & 0xFFFFFFFF, expected)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(("start", "rows"), [(0, 7), (3, 5), (1, 1), (6, 0), (0, 3001)])
+def test_a_key_on_the_device_draws_the_bits_of_the_same_integer(device, start, rows):
+    key = stream_key(1, "layer", "wgrad", "grad")
+    shard = Shard((start + rows, 13), (start, 0))
+    expected = random_bits(key, (rows, 13), "cpu", shard)
+    drawn = random_bits(torch.tensor(key, device=device), (rows, 13), device, shard)
+    assert drawn.dtype == expected.dtype
+    assert torch.equal(drawn.cpu(), expected)
