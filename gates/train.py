@@ -222,12 +222,13 @@ class Arm:
         return values[:, 0], values[:, 1], first_batch, first_step
 
     def _predict(self) -> tuple[Any, Any, Any, Any]:
+        # Not the compiled one: a second graph an arm costs a minute to compile, for some batches.
         assert self._model is not None
         self._model.eval()
         parts: list[Prediction] = []
         with torch.no_grad(), Arithmetic.of(self.device).context():
             for batch in self.task.eval_batches():
-                prediction = self.task.predict(self._callable, to_device(batch, self.device))
+                prediction = self.task.predict(self._model, to_device(batch, self.device))
                 parts.append(_checked(prediction))
         self._model.train()
         if not parts:
