@@ -152,8 +152,9 @@ def test_nvfp4_equals_transformer_engines_reference(spec, tile):
     theirs, q = quantizer.quantize(x), quantize(x, spec)
     assert q.scale is not None
     assert torch.equal(q.data, theirs.data.view(torch.uint8))
-    rows, columns = x.shape[0] // tile[0], x.shape[1] // 16
-    assert torch.equal(q.scale.view(torch.uint8), theirs.scale.view(torch.uint8)[:rows, :columns])
+    # Theirs repeats the scale of a square tile on each of its rows.
+    ours = q.scale.view(torch.uint8).repeat_interleave(tile[0], 0)
+    assert torch.equal(ours, theirs.scale.view(torch.uint8)[: x.shape[0], : x.shape[1] // 16])
 
 
 # --- FP32 scales
