@@ -165,6 +165,8 @@ def _bits(x: Tensor, spec: Spec, seed: int | Tensor | None, bits: Tensor | None,
     if not spec.sr:
         return None
     if bits is not None:
+        if bits.shape != x.shape:
+            raise NarrowgateError(f"random_bits has shape {tuple(bits.shape)}, expected {tuple(x.shape)}")
         return bits
     if seed is None:
         raise NarrowgateError(f"'{spec}' rounds stochastically: give quantize a seed (or random_bits)")

@@ -89,3 +89,41 @@ def test_a_new_step_does_not_recompile():
     results = [run(x, torch.tensor(step)) for step in range(4)]
     assert compiles == 1
     assert not torch.equal(results[0], results[1])
+
+
+@pytest.mark.parametrize(("spec", "dim", "expected"), [("fp8_e4m3/row+sr", 1, 1), ("mxfp8", 0, 2), ("fp8_e5m2", 1, 1)])
+def test_graphs_do_not_multiply_with_batch_sizes(spec, dim, expected):
+    graphs = 0
+
+    def backend(graph, inputs):
+        nonlocal graphs
+        graphs += 1
+        return graph
+
+    parsed = Spec.parse(spec)
+    run = torch.compile(
+        lambda x: quantize(x, parsed, dim=dim, seed=1).dequantize(), backend=backend, dynamic=True, fullgraph=True
+    )
+    for rows in (24, 33, 50, 1000, 7):  # along the batch, one block is a graph of its own: Dynamo specializes on 1
+        x = torch.randn(rows, 64)
+        assert torch.equal(run(x), quantize(x, parsed, dim=dim, seed=1).dequantize())
+    assert graphs == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("spec", [*SPECS, "nvfp4/16x16+sr", "fp8_e4m3+hadamard(128)", "bf16+sr", "mxfp4/32x32"])
+def test_the_gpu_gives_the_cpus_bits(spec, compiled):
+    parsed = Spec.parse(spec)
+
+    def pipeline(x: torch.Tensor):
+        q = quantize(x, parsed, seed=3)
+        return q.data, q.scale, q.tensor_scale, q.dequantize()
+
+    run = torch.compile(pipeline) if compiled else pipeline
+    x = torch.randn(65, 150) * torch.exp2(torch.randint(-20, 20, (65, 1)).float())
+    poisoned = x.clone()
+    poisoned[4, 5], poisoned[20, 40] = torch.nan, -torch.inf
+    for case in (x, poisoned, torch.zeros_like(x)):
+        for host, device in zip(pipeline(case), run(case.cuda()), strict=True):
+            assert _same(host, None if device is None else device.cpu())

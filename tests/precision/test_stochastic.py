@@ -136,6 +136,8 @@ def test_the_global_generators_are_never_consumed():
 def test_without_a_seed_stochastic_rounding_is_an_error():
     with pytest.raises(NarrowgateError, match="give quantize a seed"):
         quantize(torch.ones(4), "fp8_e4m3+sr")
+    with pytest.raises(NarrowgateError, match=r"random_bits has shape \(3,\), expected \(4,\)"):
+        quantize(torch.ones(4), "fp8_e4m3+sr", random_bits=torch.zeros(3))
 
 
 def test_stream_keys_are_stable_and_tell_streams_apart():
