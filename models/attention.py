@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .config import GemConfig
-from .functional import ACTIVATION_FUNCTIONS, RMSNorm, linear
+from .functional import ACTIVATION_FUNCTIONS, RMSNorm, linear, unit_rms
 from .jagged import Window
 
 
@@ -37,18 +37,15 @@ def pointwise_attention(
     Returns:
         [B, Lq, D] in the type of ``v``.
     """
-    split = [t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in (q, k, v)]
-    query, key = (_unit(t) for t in split[:2])
-    scores = activation(query @ key.transpose(-1, -2))
+    width = v.shape[-1] // heads
+    query, key, value = (t.unflatten(-1, (heads, -1)) for t in (q, k, v))
+    # Unit-RMS vectors have length sqrt(width): the scores are the cosine times sqrt(width).
+    query = unit_rms(query) * width**-0.5
+    scores = activation(torch.matmul(query.transpose(1, 2), unit_rms(key).permute(0, 2, 3, 1)))
     if mask is not None:
         scores = scores * mask.to(scores.dtype)
-    out = (scores / k.shape[1]) @ split[2]
+    out = torch.matmul(scores, value.transpose(1, 2)) / k.shape[1]
     return out.transpose(1, 2).flatten(2)
-
-
-def _unit(x: Tensor) -> Tensor:
-    """Unit vectors times the fourth root of the head width: scores then span about a standard deviation of one."""
-    return (F.normalize(x.float(), dim=-1) * x.shape[-1] ** 0.25).to(x.dtype)
 
 
 def sequence_mask(length: int, n_summary: int, window: int | None, device: torch.device) -> Tensor:
@@ -75,10 +72,8 @@ class Pooling(nn.Module):
         """[T, d] -> [B, n_pma, d]."""
         k, v = window.pad(self.kv(self.norm(tokens))).chunk(2, -1)
         q = self.seeds.to(k.dtype).expand(window.batch, -1, -1)
-        config = self.config
-        return pointwise_attention(
-            q, k, v, heads=config.heads, activation=ACTIVATION_FUNCTIONS[config.activation]
-        )  # fmt: skip
+        activation = ACTIVATION_FUNCTIONS[self.config.activation]
+        return pointwise_attention(q, k, v, heads=self.config.heads, activation=activation)
 
 
 class SequenceArch(nn.Module):
@@ -125,4 +120,4 @@ class SequenceArch(nn.Module):
         mask = sequence_mask(window.width, config.n_summary, config.window, tokens.device)
         seen = pointwise_attention(q, k, v, heads=config.heads, activation=activation, mask=mask)
         update = self.out(self.attention_norm(window.flatten(seen)) * u)
-        return tokens + F.dropout(update, config.dropout, self.training)
+        return tokens + F.dropout(update, config.sequence_dropout, self.training)

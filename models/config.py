@@ -50,7 +50,9 @@ class GemConfig:
     window: int | None = None
     head_hidden: int = 128
     activation: str = "silu"
+    #: Of the factorization-machine block's hidden features, and of what self-attention adds.
     dropout: float = 0.1
+    sequence_dropout: float = 0.0
     #: Biases on hidden linears; the last linear of a head always has one.
     bias: bool = False
     #: Learned scale in norms.
@@ -77,8 +79,9 @@ class GemConfig:
             raise NarrowgateError(f"model field 'window' must be at least 1 or none, found {self.window}")
         if self.norm_block is not None and (self.norm_block < 1 or self.d % self.norm_block):
             raise NarrowgateError(f"model field 'norm_block' must divide d = {self.d}, found {self.norm_block}")
-        if not 0 <= self.dropout < 1:
-            raise NarrowgateError(f"model field 'dropout' must lie in [0, 1), found {self.dropout}")
+        for name in ("dropout", "sequence_dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise NarrowgateError(f"model field '{name}' must lie in [0, 1), found {getattr(self, name)}")
         _one_of("activation", self.activation, ACTIVATIONS)
         _one_of("residual", self.residual, RESIDUALS)
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .config import GemConfig
@@ -24,7 +27,7 @@ class Interaction(nn.Module):
         self.pairs = TokenMixer(n_in, config.fm_rank)
         widths = (n_in * config.fm_rank, *config.fm_hidden)
         self.pair_norm = RMSNorm(widths[0], config)
-        self.mlp = nn.ModuleList(linear(a, b, config) for a, b in zip(widths[:-1], widths[1:], strict=True))
+        self.mlp = nn.ModuleList(linear(a, b, config) for a, b in pairwise(widths))
         self.out = linear(widths[-1], config.n_fmb * d, config)
         self.residual = TokenMixer(n_in, n_out)
         self.cross_down = linear(n_in * d, config.cross_rank, config)
@@ -39,6 +42,7 @@ class Interaction(nn.Module):
         hidden = self.pair_norm(torch.bmm(tokens, self.pairs(tokens).transpose(1, 2).to(tokens.dtype)).flatten(1))
         for layer in self.mlp:
             hidden = activation(layer(hidden))
+        hidden = F.dropout(hidden, self.config.dropout, self.training)
         products = self.out(hidden).unflatten(-1, (-1, d))
         mixed = torch.cat([products, self.compress(tokens).to(products.dtype)], 1)
         base = self.residual(tokens)

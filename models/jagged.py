@@ -19,7 +19,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, index: Tensor, valid: Tensor, back_index: Tensor, back_valid: Tensor) -> Tensor:
-        return torch.where(valid.unsqueeze(-1), x.index_select(0, index), x.new_zeros(()))
+        return x.index_select(0, index) * valid.unsqueeze(-1).to(x.dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:

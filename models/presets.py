@@ -55,8 +55,8 @@ class Preset:
 _PRESETS = (
     Preset(
         name="gem-tiny",
-        model=GemConfig(d=32, heads=2, layers=1, max_tokens=16, fm_hidden=(128,), cross_rank=32, head_hidden=64),
-        training=TrainingConfig(batch_size=512, eval_batch_size=2048, steps=312, epochs=2, lr=3e-3),
+        model=GemConfig(d=32, heads=2, layers=1, max_tokens=16, fm_hidden=(128,), pffn_tokens=4, head_hidden=32),
+        training=TrainingConfig(batch_size=256, eval_batch_size=2048, steps=312, epochs=1, lr=4e-3),
         synthetic=SyntheticConfig(users=2000, items=500, impressions=50),
     ),
     Preset(

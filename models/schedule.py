@@ -36,14 +36,13 @@ class _Schedule:
 
 
 def scheduled_adam(model: nn.Module, steps: int, training: TrainingConfig) -> Adam:
-    """Return Adam over all parameters, fused on CUDA, whose learning rate follows its own steps.
+    """Return Adam over all parameters, fused, whose learning rate follows its own steps.
 
     A hook after each ``step()`` sets the next rate: whoever drives the optimizer needs no scheduler.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
-    fused = bool(parameters) and all(p.device.type == "cuda" for p in parameters)
     group = {"params": parameters, "step_index": 0}
     rate = learning_rate(0, steps, training)
-    optimizer = Adam([group], lr=rate, betas=training.betas, eps=training.eps, fused=fused or None)
+    optimizer = Adam([group], lr=rate, betas=training.betas, eps=training.eps, fused=True)
     optimizer.register_step_post_hook(_Schedule(steps, training))
     return optimizer
