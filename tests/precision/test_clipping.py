@@ -58,9 +58,10 @@ def test_rms_clip_is_a_multiple_of_the_root_mean_square():
 def test_nonfinite_elements_do_not_move_the_limit_and_are_not_hidden(spec):
     x = torch.randn(1000)
     poisoned = torch.cat([x, torch.tensor([torch.nan, torch.inf, -torch.inf])])
-    limit = clip_limit(poisoned, Spec.parse(spec))
+    limit, clean = clip_limit(poisoned, Spec.parse(spec)), clip_limit(x, Spec.parse(spec))
     assert limit is not None
-    assert float(limit) == pytest.approx(float(clip_limit(x, Spec.parse(spec))), rel=0.02)
+    assert clean is not None
+    assert float(limit) == pytest.approx(float(clean), rel=0.02)
     clipped = clip(poisoned, limit)
     assert torch.isnan(clipped[1000])
     assert clipped[1001] == torch.inf

@@ -8,8 +8,8 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from narrowgate.precision import AmaxHistory, NarrowgateError, quantize, roll
+from torch.multiprocessing.spawn import start_processes
 
 SPEC = "fp8_e4m3+delayed(3)"
 
@@ -117,4 +117,4 @@ def _rank(rank: int, port: int) -> None:
 
 
 def test_data_parallel_ranks_share_one_history(unused_port):
-    mp.start_processes(_rank, args=(unused_port,), nprocs=2, start_method="fork")
+    start_processes(_rank, args=(unused_port,), nprocs=2, start_method="fork")

@@ -95,6 +95,7 @@ SHAPES = {
 @pytest.mark.parametrize("spec", SHAPES)
 def test_shapes_and_dtypes_are_as_documented(spec):
     q = quantize(torch.randn(48, 80), spec)
+    assert q.scale is not None
     assert (tuple(q.data.shape), tuple(q.scale.shape)) == SHAPES[spec]
     stored = {"fp8_e4m3": torch.float8_e4m3fn, "mxfp8": torch.float8_e4m3fn}.get(q.spec.format, torch.uint8)
     assert q.data.dtype == stored
@@ -194,8 +195,10 @@ def test_steps_run_in_one_order_whatever_the_spelling():
 def test_a_given_amax_decides_the_scale():
     x = torch.tensor([1.0, 2.0, 3.0])
     q = quantize(x, "fp8_e4m3", amax=torch.tensor(448.0))
+    assert q.scale is not None
     assert float(q.scale) == 1.0
     shard = quantize(torch.randn(16, 32), "nvfp4", amax=torch.tensor(2688.0))
+    assert shard.tensor_scale is not None
     assert float(shard.tensor_scale) == 1.0
     with pytest.raises(NarrowgateError, match="amax belongs to"):
         quantize(x, "fp8_e4m3/row", amax=torch.tensor(1.0))
