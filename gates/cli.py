@@ -11,8 +11,7 @@ from . import exits
 
 app = typer.Typer(
     name="narrowgate",
-    help="Low-precision training recipes, accepted only by measured speed and quality.",
-    no_args_is_help=True,
+    invoke_without_command=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -27,6 +26,18 @@ Backend = Annotated[
     Optional[str],  # noqa: UP045
     typer.Option(help="Overrides the recipe's backend: native, torchao or transformer_engine."),
 ]
+
+
+@app.callback()
+def program(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
+) -> None:
+    """Low-precision training recipes, accepted only by measured speed and quality."""
+    if version:
+        from importlib.metadata import version as installed
+
+        print(installed("narrowgate"))
+        raise typer.Exit
 
 
 @app.command()
@@ -193,7 +204,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
     """Run the program and exit: bad input is one line on standard error and code 2, never a traceback."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments
-    arguments = [a for a in arguments if a != "--debug"]
+    arguments = [a for a in arguments if a != "--debug"] or ["--help"]
     try:
         code = app(arguments, prog_name="narrowgate", standalone_mode=False)
         sys.stdout.flush()

@@ -44,7 +44,7 @@ def terminal_text(report: Report) -> str:
 
 
 def quality_lines(report: Report) -> list[str]:
-    """Return each task's mean NE and AUC of both arms, beside the best possible NE where the data knows it."""
+    """Return each task's mean NE and AUC of both arms, beside the best NE there is where the data knows it."""
     lines, best = [], report.data.get("bayes_ne")
     for task, arms in report.evidence.quality.results.items():
         own, other = arms["candidate"], arms["baseline"]
@@ -52,6 +52,8 @@ def quality_lines(report: Report) -> list[str]:
         if isinstance(best, dict) and isinstance(best.get(task), float):
             text += f", {_value(best[task])} Bayes-optimal"
         lines.append(f"{text}; AUC {_value(other['auc'])}, {_value(own['auc'])}")
+    if all(s.candidate.stability.saturation is None for s in report.measurements.seeds):
+        lines.append("saturation and underflow: not counted, so the stability gate does not judge them")
     return lines
 
 

@@ -105,6 +105,15 @@ def test_the_folder_is_checked_before_anything_is_trained(room: Path, narrowgate
     assert time.monotonic() - started < 5
 
 
+def test_the_version_is_told_and_nothing_asked_is_answered_with_help(narrowgate) -> None:
+    from importlib.metadata import version
+
+    assert narrowgate("--version") == (0, version("narrowgate") + "\n", "")
+    code, out, _ = narrowgate()
+    assert code == 0
+    assert out.startswith("Usage: narrowgate")
+
+
 def test_show_prints_a_text_that_validates(room: Path, narrowgate) -> None:
     code, out, _ = narrowgate("show", "gem-fp8")
     assert code == 0
