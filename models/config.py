@@ -50,7 +50,7 @@ class GemConfig:
     window: int | None = None
     head_hidden: int = 128
     activation: str = "silu"
-    #: Of the factorization-machine block's hidden features, and of what self-attention adds.
+    #: Dropout of the factorization-machine block's hidden features, and of what self-attention adds.
     dropout: float = 0.1
     sequence_dropout: float = 0.0
     #: Biases on hidden linears; the last linear of a head always has one.

@@ -18,15 +18,15 @@ class SparseArch(nn.Module):
         super().__init__()
         d = config.d
         self.features = features
-        self.tables = nn.ModuleDict({name: nn.Embedding(rows, d) for name, rows in features.tables().items()})
-        self.bags = nn.ModuleDict({
-            field.name: nn.EmbeddingBag(field.rows, d, mode="sum", padding_idx=0) for field in features.bags
-        })  # fmt: skip
-        self.numeric = linear(len(features.numeric), d, config) if features.numeric else None
-        for table in (*self.tables.values(), *self.bags.values()):
+        tables = {name: nn.Embedding(rows, d) for name, rows in features.tables().items()}
+        bags = {field.name: nn.EmbeddingBag(field.rows, d, mode="sum", padding_idx=0) for field in features.bags}
+        for table in (*tables.values(), *bags.values()):
             nn.init.normal_(table.weight, std=d**-0.5)
-        for bag in self.bags.values():
+        for bag in bags.values():
             nn.init.zeros_(bag.weight[0].detach())
+        self.tables = nn.ModuleDict(tables)
+        self.bags = nn.ModuleDict(bags)
+        self.numeric = linear(len(features.numeric), d, config) if features.numeric else None
 
     def forward(self, batch: Batch) -> Tensor:
         """Return the feature tokens [B, n_tokens, d], FP32."""

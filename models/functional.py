@@ -28,7 +28,9 @@ class _UnitRMS(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor) -> Tensor:
         wide = x.float()
-        return (wide * _inverse_rms(wide)).to(x.dtype)
+        y = wide * _inverse_rms(wide)
+        # A cast to the type it has: torch.compile of PyTorch 2.11 drops the gradients of what comes out of it.
+        return y if x.dtype == y.dtype else y.to(x.dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
@@ -69,10 +71,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize ``x`` [..., width]."""
-        if self.block == x.shape[-1]:
-            y = unit_rms(x)
-        else:
-            y = unit_rms(x.unflatten(-1, (-1, self.block))).flatten(-2)
+        y = unit_rms(x) if self.block == x.shape[-1] else unit_rms(x.unflatten(-1, (-1, self.block))).flatten(-2)
         return y if self.weight is None else y * self.weight.to(y.dtype)
 
 

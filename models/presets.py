@@ -56,7 +56,7 @@ _PRESETS = (
     Preset(
         name="gem-tiny",
         model=GemConfig(d=32, heads=2, layers=1, max_tokens=16, fm_hidden=(128,), pffn_tokens=4, head_hidden=32),
-        training=TrainingConfig(batch_size=256, eval_batch_size=2048, steps=312, epochs=1, lr=4e-3),
+        training=TrainingConfig(batch_size=512, eval_batch_size=4096, steps=156, epochs=1, lr=6e-3),
         synthetic=SyntheticConfig(users=2000, items=500, impressions=50),
     ),
     Preset(

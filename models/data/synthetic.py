@@ -74,13 +74,13 @@ def _make_world(rng: np.random.Generator, config: SyntheticConfig, train_length:
     def factors(rows: int) -> Floats64:
         return rng.standard_normal((rows, _RANK)) / _RANK**0.5
 
-    affinity = 1.2 * factors(_SEGMENTS) @ factors(_CATEGORIES).T
+    affinity = 1.6 * factors(_SEGMENTS) @ factors(_CATEGORIES).T
     of_users, of_items = factors(users), factors(items)
     tag_odds = 0.3 * rng.standard_normal(_TAGS + 1)
     bias = 0.4 * rng.standard_normal(items) + tag_odds[tags].sum(1)
     person = np.arange(users)[:, None]
     click = affinity[segment[:, None], category[item]] + bias[item]
-    click += 0.8 * np.einsum("uk,ulk->ul", of_users, of_items[item])
+    click += 0.4 * np.einsum("uk,ulk->ul", of_users, of_items[item])
     price_odds = 0.7 * rng.standard_normal((_SEGMENTS, _PRICES))
     conversion = -1.0 + price_odds[segment[person], price[item]]
     return _World(segment, category, price, tags, popularity, item, gaps.cumsum(1), click, conversion)
@@ -95,7 +95,7 @@ def _simulate(rng: np.random.Generator, world: _World, train_length: int) -> tup
     labels, probabilities = np.empty((users, length, 2), np.float32), np.empty((users, length, 2))
     for t in range(length):
         category = world.category[world.item[:, t]]
-        click = _sigmoid(world.click_odds[:, t] - 2.4 + 2.2 * np.minimum(interest[person, category], 2.0))
+        click = _sigmoid(world.click_odds[:, t] - 2.2 + 2.0 * np.minimum(interest[person, category], 2.0))
         both = click * _sigmoid(world.conversion_odds[:, t])
         clicked = uniform[0, :, t] < click
         probabilities[:, t] = np.stack([click, both], 1)
