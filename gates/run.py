@@ -25,7 +25,7 @@ from .report import SCHEMA_VERSION, RecipeFacts, Report
 from .seeds import Job, train_in_process
 from .speed import measure_step_time
 from .task import Task, TaskSource
-from .train import seed_generators
+from .train import Arm, seed_generators
 from .workers import train_seeds
 
 if TYPE_CHECKING:
@@ -77,14 +77,16 @@ def run_gate(run: Run, progress: Progress) -> list[Report]:
     job = Job(run.source, run.recipes, run.backend, run.policy.stability)
     text = f"training {len(seeds)} paired seeds of {1 + len(run.recipes)} arms on {device.type}"
     progress.phase(text, trainings=len(seeds) * (1 + len(run.recipes)))
+    arms = job.arms(task, device)
     if device.type == "cuda":
-        by_seed = train_in_process(job, task, device, seeds, progress)
+        by_seed = train_in_process(job, task, arms, seeds, progress)
     else:
         by_seed = train_seeds(job, seeds, progress)
     trained = time.monotonic()
 
     steps = [
-        _time_steps(run, task, recipe, plan, device, progress) for recipe, plan in zip(run.recipes, plans, strict=True)
+        _time_steps(run, plan, arms[0][1], arm, device, progress)
+        for plan, (_, arm) in zip(plans, arms[1:], strict=True)
     ]
     timed = time.monotonic()
     wall = {"setup": opened - started, "quality": trained - opened, "speed": timed - trained, "all": timed - started}
@@ -101,18 +103,20 @@ def _plan(task: Task, recipe: Recipe, backend: str | None, device: torch.device)
     return apply_recipe(task.build_model().to(device), recipe, backend=backend)
 
 
-def _time_steps(run: Run, task: Task, recipe: Recipe, plan: Plan, device: torch.device, progress: Progress) -> StepTime:
+def _time_steps(
+    run: Run, plan: Plan, baseline: Arm, candidate: Arm, device: torch.device, progress: Progress
+) -> StepTime:
     if device.type != "cuda":
         return StepTime(status="no_gpu")
     if not plan.native:
         return StepTime(status="emulated")
     most = run.policy.speed.max_quartets
-    progress.phase(f"timing steps of {recipe.name}: compiling and warming up")
+    progress.phase(f"timing steps of {plan.recipe.name}: warming up")
 
     def told(n: int, ratio: float) -> None:
-        progress.phase(f"timing steps of {recipe.name}: quartet {n} of at most {most}, speedup {ratio:.4f}x")
+        progress.phase(f"timing steps of {plan.recipe.name}: quartet {n} of at most {most}, speedup {ratio:.4f}x")
 
-    return measure_step_time(task, recipe, run.backend, device, run.policy.speed, run.policy.alpha, told)
+    return measure_step_time(baseline, candidate, run.policy.speed, run.policy.alpha, told)
 
 
 def _measurements(pairs: Sequence[Pair], step_time: StepTime, plan: Plan) -> Measurements:

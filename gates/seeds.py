@@ -52,21 +52,23 @@ def train_seed(
 
 
 def train_in_process(
-    job: Job, task: Task, device: torch.device, seeds: Sequence[int], progress: Progress
+    job: Job, task: Task, arms: Sequence[tuple[str, Arm]], seeds: Sequence[int], progress: Progress
 ) -> dict[int, list[Pair]]:
     """Train arm by arm in this process, so that each is compiled once and its peak memory is its own.
+
+    Leaves the arms parked.
 
     Returns:
         By seed, one pair a candidate.
     """
     by_arm: list[list[Trained]] = []
     with honest_compilation():
-        for name, arm in job.arms(task, device):
+        for name, arm in arms:
             runs = []
             for seed in seeds:
                 runs.append(arm.train(seed, watcher(seed, name, progress.step)))
                 progress.trained(seed, name)
-            arm.release()
+            arm.park()
             by_arm.append(runs)
     pairing = Pairing(task, job.limits)
     return {

@@ -22,8 +22,7 @@ from .policy import SpeedPlan
 if TYPE_CHECKING:
     import torch
 
-    from ..recipes.recipe import Recipe
-    from .task import Task
+    from .train import Arm
 
 #: Runs step number i of a block.
 StepFunction = Callable[[int], None]
@@ -149,32 +148,24 @@ def run_quartets(
 
 
 def measure_step_time(
-    task: Task,
-    recipe: Recipe,
-    backend: str | None,
-    device: torch.device,
-    plan: SpeedPlan,
-    alpha: float,
-    told: Callable[[int, float], None],
+    baseline: Arm, candidate: Arm, plan: SpeedPlan, alpha: float, told: Callable[[int, float], None]
 ) -> StepTime:
-    """Measure both arms' whole steps on a GPU, compiled alike, on the same staged batches.
+    """Measure both arms' whole steps on a GPU, compiled alike, on the same staged batches of seed 0.
 
     Args:
-        task: the task; its batches of seed 0 are used.
-        recipe: the candidate's.
-        backend: overrides the recipe's backend.
-        device: a CUDA device.
+        baseline: on a CUDA device; what it compiled for training serves here.
+        candidate: on the same device.
         plan: sample sizes and budget.
         alpha: level of the interval.
         told: hears of every quartet.
     """
-    from .train import Arm, honest_compilation
+    from .train import honest_compilation
 
-    arms = [Arm(task, device), Arm(task, device, recipe, backend)]
-    batches = stage(arms[0].batches(0)[0], device, plan.steps_per_block)
+    device = baseline.device
+    batches = stage(baseline.batches(0)[0], device, plan.steps_per_block)
     started = time.perf_counter()
     with honest_compilation():
-        steps = [_on(arm.stepper(0), batches) for arm in arms]
+        steps = [_on(arm.stepper(0), batches) for arm in (baseline, candidate)]
         for _ in range(_WARMUP_ROUNDS):
             for step in steps:
                 for i in range(len(batches)):
@@ -184,8 +175,8 @@ def measure_step_time(
         timer.block(steps[1], plan.steps_per_block)
         warmup = time.perf_counter() - started
         quartets, stopped = run_quartets(steps[0], steps[1], timer, plan, alpha, told)
-    for arm in arms:
-        arm.release()
+    for arm in (baseline, candidate):
+        arm.park()
     return StepTime(
         status="measured",
         quartets=quartets,

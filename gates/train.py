@@ -1,7 +1,8 @@
 """Training one arm: the same weights, batches and dropout for a seed, whichever arm it is.
 
-On a GPU an arm's model is compiled once and re-initialised in place for every seed, so that compilation is paid once
-an arm. Nothing waits for the device inside a step: losses and gradient norms stay there and are fetched in bulk.
+On a GPU an arm's model is compiled once and re-initialised in place for every seed and for timing, so that
+compilation is paid once an arm. Nothing waits for the device inside a step: losses and gradient norms stay there and
+are fetched in bulk.
 """
 
 from __future__ import annotations
@@ -140,6 +141,7 @@ class Arm:
                 self._plan = apply_recipe(fresh, self.recipe, backend=self.backend, seed=seed)
             self._callable = compile_model(fresh) if self.compiled else fresh
         else:
+            self._model.to(self.device)
             _copy_state(fresh, self._model)
         if self.recipe is not None and self.compiled:
             self._reset_recipe(seed)
@@ -161,11 +163,12 @@ class Arm:
 
         return step
 
-    def release(self) -> None:
-        """Give the model's memory back, so that the next arm's peak is its own."""
-        self._model = self._callable = self._plan = self._fresh_state = None
+    def park(self) -> None:
+        """Give the device's memory back, so that another arm's peak is its own; what was compiled stays usable."""
+        if self._model is not None:
+            self._model.zero_grad(set_to_none=True)
+            self._model.to("cpu")
         if self.device.type == "cuda":
-            torch._dynamo.reset()
             gc.collect()
             torch.cuda.empty_cache()
 

@@ -109,12 +109,13 @@ def test_on_a_gpu_the_step_time_of_both_arms_is_measured(room) -> None:
     import torch
     from narrowgate.gates.speed import measure_step_time
     from narrowgate.gates.task import load_task
+    from narrowgate.gates.train import Arm
     from narrowgate.recipes import load_recipe
 
     plan = SpeedPlan(min_quartets=3, max_quartets=3, steps_per_block=4)
-    found = measure_step_time(
-        load_task("ranker:good"), load_recipe("all-fp8.yaml"), None, torch.device("cuda"), plan, 0.05, lambda n, r: None
-    )
+    task, device = load_task("ranker:good"), torch.device("cuda")
+    baseline, candidate = Arm(task, device), Arm(task, device, load_recipe("all-fp8.yaml"))
+    found = measure_step_time(baseline, candidate, plan, 0.05, lambda n, r: None)
     assert found.status == "measured"
     assert len(found.quartets) == 3
     for quartet in found.quartets:

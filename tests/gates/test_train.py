@@ -221,7 +221,7 @@ def test_an_arm_is_compiled_once_and_every_seed_starts_afresh(
     eager = train.Arm(load_task("ranker:good"), CPU, loaded, steps=10)
     np.testing.assert_allclose(eager.train(0, quiet).losses, first.losses, rtol=1e-5 if recipe is None else 1e-2)
     assert eager.train(1, quiet).weights == other.weights
-    arm.release()
+    arm.park()
 
 
 @pytest.mark.gpu
@@ -236,4 +236,4 @@ def test_on_a_gpu_an_arm_is_compiled_once_and_repeats_itself(room: Path) -> None
     assert first.weights == again.weights
     np.testing.assert_allclose(first.losses, again.losses, rtol=1e-2)
     assert first.peak_memory is not None
-    arm.release()
+    arm.park()
