@@ -13,6 +13,7 @@ in CUDA graphs. The contract with the caller:
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +60,12 @@ class AmaxHistory:
         self.saturated = self.saturated.to(device)
         return self
 
+    def frozen(self) -> AmaxHistory:
+        """Return this history as evaluation sees it: the same tensors, read and never written."""
+        twin = copy.copy(self)
+        twin.recording = False
+        return twin
+
     def state_dict(self) -> dict[str, Tensor]:
         """Return a copy of the state; resuming from it in the middle of an accumulated step is exact."""
         return {name: getattr(self, name).clone() for name in ("history", "pending", "saturated")}
@@ -94,7 +101,14 @@ def roll(histories: Sequence[AmaxHistory], group: ProcessGroup | None = None) ->
     pending = torch.stack([history.pending for history in histories])
     if group is not None:
         torch.distributed.all_reduce(pending, torch.distributed.ReduceOp.MAX, group)
-    for history, newest in zip(histories, pending.unbind(), strict=True):
-        rolled = torch.cat((newest.view(1), history.history[:-1]))
-        history.history.copy_(torch.where(newest >= 0, rolled, history.history))
-        history.pending.fill_(_NOTHING)
+    # A few operations for all histories of one length, not a few for each: a model has hundreds.
+    by_length: dict[int, list[int]] = {}
+    for index, history in enumerate(histories):
+        by_length.setdefault(len(history.history), []).append(index)
+    for indices in by_length.values():
+        entries = [histories[i].history for i in indices]
+        held, newest = torch.stack(entries), torch.stack([pending[i] for i in indices]).unsqueeze(1)
+        rolled = torch.where(newest >= 0, torch.cat((newest, held[:, :-1]), 1), held)
+        torch._foreach_copy_(entries, list(rolled.unbind()))
+    cleared = [history.pending for history in histories]
+    torch._foreach_copy_(cleared, [torch.full_like(pending[0], _NOTHING)] * len(cleared))

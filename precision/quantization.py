@@ -123,7 +123,8 @@ def quantize(
     scales = _scales(own, spec, amax)
     x = x * scales.multiplier
     if history is not None and history.recording:
-        history.saturated += (x.abs() > overflow_threshold(element)).sum()
+        # In place on the tensor, not the attribute: within autograd.Function a compiler allows no other.
+        history.saturated.add_((x.abs() > overflow_threshold(element)).sum())
     if bits is not None:
         data = encode(groups.join(round_stochastic(x, element, groups.split(bits))), element)
     elif torch_dtype(element) is not None:

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from narrowgate.precision.capability import NAMED_DEVICES
-from narrowgate.precision.errors import NotBuiltError
 from narrowgate.recipes import (
     Recipe,
     RecipeError,
@@ -17,6 +16,7 @@ from narrowgate.recipes import (
     builtin_names,
     builtin_text,
     load_recipe,
+    recipe_state,
     resolve,
     validate_file,
 )
@@ -27,7 +27,6 @@ DOCS = Path(__file__).parents[2] / "docs" / "recipes.md"
 EXPECTED = [
     "bf16", "fp4-naive", "fp8-block", "fp8-delayed", "fp8-row", "fp8-tensor", "gem-fp8", "mxfp4", "mxfp8", "nvfp4",
 ]  # fmt: skip
-RUNNABLE = [name for name in EXPECTED if name != "fp8-delayed"]
 
 
 class Unseen(nn.Module):
@@ -67,7 +66,7 @@ def test_each_says_why_and_parses_without_findings(name):
     assert load_recipe(name) == Recipe.from_yaml(builtin_text(name))
 
 
-@pytest.mark.parametrize("name", RUNNABLE)
+@pytest.mark.parametrize("name", EXPECTED)
 def test_each_trains_a_model_it_never_saw_without_touching_tiny_layers(name):
     model = Unseen()
     plan = apply_recipe(model, name)
@@ -80,10 +79,22 @@ def test_each_trains_a_model_it_never_saw_without_touching_tiny_layers(name):
     assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.parameters())
 
 
-def test_delayed_scales_are_refused_by_name_until_layers_can_run_them():
-    with pytest.raises(NotBuiltError, match=r"<builtin>/fp8-delayed\.yaml:.*delayed scaling in a linear layer"):
-        apply_recipe(Unseen(), "fp8-delayed")
-    assert validate_file("fp8-delayed").summary.startswith("valid; not yet runnable: rules[0].fprop.input")
+def test_delayed_scales_follow_the_steps_of_the_optimizer():
+    model = Unseen()
+    plan = apply_recipe(model, "fp8-delayed")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for _ in range(2):
+        model(torch.randn(5, 13)).sum().backward()
+        optimizer.step()
+    histories = {
+        key: value for name in plan.lowered for key, value in recipe_state(model)["layers"][name.name].items()
+        if key.endswith(".history")
+    }  # fmt: skip
+    assert len(plan.lowered) >= 4
+    # The wgrad operands share the codes of fprop and dgrad, so those histories take nothing in.
+    assert {key for key, value in histories.items() if (value > 0).sum() == 2} == {
+        "fprop.input.history", "fprop.weight.history", "dgrad.grad.history",
+    }  # fmt: skip
 
 
 def test_the_known_bad_recipe_hits_every_linear_of_every_model(built_in_model):
