@@ -10,10 +10,11 @@ import sys
 import time
 from pathlib import Path
 
-import jsonschema
 import pytest
 from junitparser import JUnitXml
 from narrowgate.gates.report import report_schema
+
+jsonschema = pytest.importorskip("jsonschema")
 
 
 def test_a_users_model_goes_from_recipe_to_reports_and_back(room: Path, narrowgate) -> None:

@@ -5,7 +5,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import numpy as np
 import pytest
 from junitparser import JUnitXml
@@ -18,6 +17,8 @@ from narrowgate.gates.policy import BUILTIN_POLICIES
 from narrowgate.gates.render import render_report, render_summary, terminal_text
 from narrowgate.gates.report import SCHEMA_FILE, RecipeFacts, Report, decided, load_report, report_schema
 from narrowgate.precision.errors import NarrowgateError
+
+jsonschema = pytest.importorskip("jsonschema")
 
 STANDARD = BUILTIN_POLICIES["standard"]
 

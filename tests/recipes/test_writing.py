@@ -100,7 +100,7 @@ def test_the_shipped_schema_is_current():
 
 
 def test_the_schema_accepts_what_the_parser_accepts_and_refuses_wrong_keys(contract_text):
-    import jsonschema
+    jsonschema = pytest.importorskip("jsonschema")
     from ruamel.yaml import YAML
 
     validator = jsonschema.Draft202012Validator(recipe_schema())
