@@ -12,6 +12,8 @@ from ..precision.capability import Device, Support
 from ..precision.config import OPERANDS, PATHS, GemmConfig, LinearConfig
 from ..precision.errors import NotBuiltError
 from .errors import Diagnostic
+from .pricing import LayerPrice, Unpriced
+from .rates import Rates, shipped_rates
 from .recipe import Recipe
 
 if TYPE_CHECKING:
@@ -62,6 +64,15 @@ class LayerPlan:
     origin: Mapping[str, Origin]
     #: By path; a BF16 path is native everywhere.
     support: Mapping[str, Support]
+    #: Predicted step time, or why there is none; None where the plan has no prices at all.
+    price: LayerPrice | Unpriced | None = None
+    #: Why ``when: profitable`` left the layer in BF16, which its rules did not ask for.
+    kept: str | None = None
+
+    @property
+    def pays(self) -> bool:
+        """False where low precision is predicted to lose time."""
+        return self.config.high_precision or not isinstance(self.price, LayerPrice) or self.price.pays
 
     @property
     def flops_per_row(self) -> int:
@@ -88,7 +99,40 @@ class LayerPlan:
             "out_features": self.out_features,
             "params": self.params,
             "when": self.when,
+            "kept": self.kept,
+            "price": self.price.to_dict() if isinstance(self.price, LayerPrice) else None,
             "paths": paths,
+        }
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Predicted time of all priced layers in one step, in microseconds; the rest of the step is not in it."""
+
+    layers: int
+    bf16_us: float
+    us: float
+    cast_us: float
+
+    @property
+    def gain_us(self) -> float:
+        """Microseconds saved over BF16; negative where the recipe loses time."""
+        return self.bf16_us - self.us
+
+    @property
+    def ratio(self) -> float:
+        """Speedup of the linear layers over BF16."""
+        return self.bf16_us / self.us
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the totals as JSON-ready data."""
+        return {
+            "layers": self.layers,
+            "bf16_us": self.bf16_us,
+            "us": self.us,
+            "cast_us": self.cast_us,
+            "gain_us": self.gain_us,
+            "ratio": self.ratio,
         }
 
 
@@ -105,6 +149,31 @@ class Plan:
     warnings: tuple[Diagnostic, ...] = ()
     #: Modules with a GEMM that no rule reaches.
     unreachable: tuple[Unreachable, ...] = field(default=())
+    #: M: rows that each layer multiplies in one step, by name; None where unknown.
+    rows: Mapping[str, int] | None = None
+    #: What prices were predicted from; None where nothing was measured on the device.
+    rates: Rates | None = None
+
+    @property
+    def no_prices(self) -> str | None:
+        """Why the plan has no prices; None where it has."""
+        if self.backend != "native":
+            return f"only the native backend's layers are priced, not {self.backend}'s"
+        if self.rates is None:
+            return f"no measured rates for {self.device.name} (measured: {', '.join(shipped_rates())})"
+        return "rows are unknown" if self.rows is None else None
+
+    def totals(self) -> Totals | None:
+        """Return the predicted time of all priced layers; None where there is none."""
+        prices = [layer.price for layer in self.layers if isinstance(layer.price, LayerPrice)]
+        if not prices:
+            return None
+        return Totals(
+            layers=len(prices),
+            bf16_us=sum(price.bf16_us for price in prices),
+            us=sum(price.us for price in prices),
+            cast_us=sum(price.cast_us for price in prices),
+        )
 
     @property
     def lowered(self) -> tuple[LayerPlan, ...]:
@@ -139,15 +208,23 @@ class Plan:
             and any(layer.support[path].native for path, gemm in layer.config.gemms() if not gemm.high_precision)
         ]
 
+    @property
+    def weighted(self) -> bool:
+        """Whether the rows of every layer are known, and some layer has any."""
+        rows = self.rows or {}
+        return all(layer.name in rows for layer in self.layers) and any(rows.values())
+
     def flops_share(self) -> dict[str, float]:
         """Return the share of the targets' GEMM FLOPs in each pair of formats, largest first; sums to 1.
 
-        FLOPs are counted for one row a layer (2 K N a path): how many rows each layer sees is not known here.
+        Weighted by the rows that each layer multiplies, where they are known for all; else for one row a layer.
         """
         flops: Counter[str] = Counter()
+        weighted = self.weighted
         for layer in self.layers:
+            rows = self.rows[layer.name] if weighted and self.rows is not None else 1
             for _, gemm in layer.config.gemms():
-                flops[format_pair(gemm)] += layer.flops_per_row
+                flops[format_pair(gemm)] += layer.flops_per_row * rows
         total = sum(flops.values())
         return {pair: count / total for pair, count in flops.most_common()} if total else {}
 
@@ -183,6 +260,11 @@ class Plan:
             "emulated": self.emulated_reasons(),
             "padded": [layer.name for layer in self.padded()],
             "flops_share": self.flops_share(),
+            "flops_share_by_rows": self.weighted,
+            "rows": dict(self.rows) if self.rows is not None else None,
+            "rates": self.rates.to_dict() if self.rates is not None else None,
+            "no_prices": self.no_prices,
+            "totals": totals.to_dict() if (totals := self.totals()) is not None else None,
             "layers": [layer.to_dict() for layer in self.layers],
             "unreachable": [entry.to_dict() for entry in self.unreachable],
             "warnings": [warning.to_dict() for warning in self.warnings],
