@@ -10,15 +10,15 @@ from pathlib import Path as FilePath
 
 from torch import nn
 
+from ..precision.backends import backend_of, get_backend
 from ..precision.capability import Device
 from ..precision.errors import NarrowgateError, NotBuiltError, did_you_mean
-from ..precision.linear import LowPrecisionLinear, lower_linear, restore_linear
 from .errors import Diagnostic, RecipeError, found
 from .load import load_recipe
 from .plan import Plan
 from .recipe import BACKENDS, Recipe
 from .resolution import resolve
-from .runnable import not_built_in_parts, not_built_in_plan
+from .runnable import inexpressible_in_plan, not_built_in_parts, not_built_in_plan
 from .targets import find_targets, named_modules, unwrap
 
 #: Where a module that a recipe was applied to keeps its :class:`Applied`; a plain attribute, never in ``state_dict()``.
@@ -33,6 +33,7 @@ class Applied:
     name: str
     hash: str
     seed: int
+    backend: str = "native"
 
 
 def apply_recipe(
@@ -60,9 +61,10 @@ def apply_recipe(
         The resolved plan.
 
     Raises:
-        RecipeError: the recipe does not parse or does not fit the model.
+        RecipeError: the recipe does not parse or does not fit the model, or the backend cannot express it: lists every
+            layer, path and reason.
         NotBuiltError: it asks for something that this version cannot run; names it with rule and line.
-        NarrowgateError: a recipe is applied already, in the model or in a part of it.
+        NarrowgateError: a recipe is applied already, in the model or in a part of it, or the backend is not there.
     """
     if not isinstance(model, nn.Module):
         raise NarrowgateError(f"found {found(model)}, expected a torch.nn.Module to apply a recipe to")
@@ -75,19 +77,26 @@ def apply_recipe(
     missing = [*not_built_in_parts(loaded, backend), *not_built_in_plan(plan)]
     if missing:
         raise NotBuiltError("\n".join(str(finding) for finding in missing))
+    inexpressible = inexpressible_in_plan(plan)
+    if inexpressible:
+        raise RecipeError(inexpressible)
+    runs_on = get_backend(plan.backend)
+    there, reason = runs_on.available()
+    if plan.lowered and not there:
+        raise NarrowgateError(f"backend {runs_on.name}: {reason}")
     targets, _ = find_targets(model)
     done: list[nn.Linear] = []
     try:
         for target, layer in zip(targets, plan.layers, strict=True):
             if not layer.config.high_precision:
-                lower_linear(target.module, layer.config, name=layer.name, seed=seed)
+                runs_on.lower(target.module, layer.config, name=layer.name, seed=seed)
                 done.append(target.module)
+        runs_on.attach(unwrap(model), [layer.config for layer in plan.lowered])
     except BaseException:  # never leave half a model behind
         for module in done:
-            assert isinstance(module, LowPrecisionLinear)
-            restore_linear(module)
+            runs_on.restore(module)
         raise
-    unwrap(model).__dict__[_MARK] = Applied(loaded.name, loaded.hash(), seed)
+    unwrap(model).__dict__[_MARK] = Applied(loaded.name, loaded.hash(), seed, plan.backend)
     return plan
 
 
@@ -97,13 +106,17 @@ def remove_recipe(model: nn.Module) -> None:
     Raises:
         NarrowgateError: no recipe is applied to the model or a part of it.
     """
-    lowered = [module for _, module, _ in named_modules(model) if isinstance(module, LowPrecisionLinear)]
-    if not lowered and not applied_recipes(model):
+    lowered = [(module, backend_of(module)) for _, module, _ in named_modules(model)]
+    if not any(backend for _, backend in lowered) and not applied_recipes(model):
         raise NarrowgateError(f"found no recipe on this {type(model).__name__}, expected one to remove")
-    for module in lowered:
-        restore_linear(module)
+    for module, backend in lowered:
+        if backend is not None:
+            assert isinstance(module, nn.Linear)
+            backend.restore(module)
     for _, module, _ in named_modules(model):
-        module.__dict__.pop(_MARK, None)
+        applied = module.__dict__.pop(_MARK, None)
+        if applied is not None:
+            get_backend(applied.backend).detach(module)
 
 
 def applied_recipes(model: nn.Module) -> dict[str, Applied]:
@@ -146,7 +159,7 @@ def _refuse_second(model: nn.Module, recipe: Recipe) -> None:
             "expected one (remove_recipe takes the first off)"
         )
     for name, module, _ in named_modules(model):
-        if isinstance(module, LowPrecisionLinear):
+        if backend_of(module) is not None:
             raise NarrowgateError(
                 f"layer '{name}' is low-precision already, found a second recipe, '{recipe.name}'; "
                 "expected one (remove_recipe takes the first off)"

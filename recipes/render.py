@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from ..precision.config import OPERANDS, PATHS, GemmConfig
 from .plan import LayerPlan, Plan
+from .runnable import inexpressible_in_plan
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -101,6 +102,7 @@ def _notes(plan: Plan) -> list[str]:
     if padded:
         first = padded[0].name or "(root)"
         notes.append(f"padded to multiples of 16: {len(padded)} layer{'s' if len(padded) > 1 else ''}, first {first}")
+    notes += [str(finding) for finding in inexpressible_in_plan(plan)]
     notes += [f"not reachable: {e.name or '(root)'} ({e.type}): {e.reason}" for e in plan.unreachable]
     notes += [str(warning) for warning in plan.warnings]
     return notes

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from ..precision.capability import Device, Support, current_device, gemm_support
+from ..precision.backends import Backend, get_backend
+from ..precision.capability import Device, Support, current_device
 from ..precision.config import OPERANDS, GemmConfig, LinearConfig
 from ..precision.errors import did_you_mean
 from ..precision.spec import Spec
@@ -84,7 +85,8 @@ class _Resolution:
         self.warn_shadowed(owners)
         if self.errors:
             raise RecipeError(self.errors)
-        support = {key: _support(combination.config, device) for key, combination in combinations.items()}
+        runs_on = get_backend(backend or self.recipe.backend or "native")
+        support = {key: _support(combination.config, device, runs_on) for key, combination in combinations.items()}
         layers = tuple(
             LayerPlan(
                 name=target.name,
@@ -103,7 +105,7 @@ class _Resolution:
             recipe=self.recipe,
             layers=layers,
             device=device,
-            backend=backend or self.recipe.backend or "native",
+            backend=runs_on.name,
             warnings=tuple(self.warnings),
             unreachable=tuple(self.unreachable),
         )
@@ -298,8 +300,8 @@ def _static_columns(targets: list[Target]) -> dict[str, Any]:
     return columns
 
 
-def _support(config: LinearConfig, device: Device) -> Mapping[str, Support]:
-    return {path: gemm_support(gemm, device) for path, gemm in config.gemms()}
+def _support(config: LinearConfig, device: Device, backend: Backend) -> Mapping[str, Support]:
+    return {path: backend.support(gemm, device) for path, gemm in config.gemms()}
 
 
 def _device_of(model: nn.Module) -> Device:

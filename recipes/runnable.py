@@ -1,9 +1,10 @@
-"""What the language allows and this version does not run: said by name and place, never passed over."""
+"""What the language allows and this version or a backend does not run: said by name and place, never passed over."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ..precision.backends import LayerFacts, get_backend
 from ..precision.config import OPERANDS, GemmConfig, LinearConfig
 from ..precision.linear import unsupported
 from ..precision.spec import Spec
@@ -16,13 +17,18 @@ def not_built_in_recipe(recipe: Recipe, backend: str | None = None) -> list[Diag
     """Return what of ``recipe`` no model can run yet; ``backend`` overrides the recipe's."""
     findings = not_built_in_parts(recipe, backend)
     flat = recipe.flatten()
+    chosen = get_backend(backend or flat.backend or "native")
     for index, rule in enumerate(flat.rules):
         if rule.when == "profitable":
             message = "profitable is not built yet, only always"
             findings.append(at_rule(flat, index, "when", message))
-        reason = unsupported(rule_config(rule))
-        if reason is not None:
-            findings.append(at_rule(flat, index, *_field_of(reason)))
+        config = rule_config(rule)
+        if chosen.name == "native":
+            reason = unsupported(config)
+            if reason is not None:
+                findings.append(at_rule(flat, index, *_field_of(reason)))
+        for field, why in chosen.inexpressible(config, None, None).items():
+            findings.append(at_rule(flat, index, field, f"{chosen.name} cannot express it: {why}"))
     return findings
 
 
@@ -36,12 +42,53 @@ def not_built_in_plan(plan: Plan) -> list[Diagnostic]:
             rule = layer.origin["when"].rule
             assert rule is not None, "when defaults to always"
             findings[at_rule(plan.recipe, rule, "when", f"{layer.when} is not built yet, only always")] = None
-        reason = unsupported(layer.config)
+        reason = unsupported(layer.config) if plan.backend == "native" else None
         if reason is not None:
             name, message = _field_of(reason)
             rule = layer.origin[name].rule if name in layer.origin else None
             findings[at_rule(plan.recipe, rule, name, message)] = None
     return list(findings)
+
+
+def inexpressible_in_plan(plan: Plan) -> list[Diagnostic]:
+    """Return what the plan's backend cannot express: one finding for each layer, field and reason."""
+    backend = get_backend(plan.backend)
+    findings: list[Diagnostic] = []
+    for layer in plan.lowered:
+        facts = LayerFacts(layer.name, layer.in_features, layer.out_features)
+        for field, why in backend.inexpressible(layer.config, facts, plan.device).items():
+            what = "it" if field == "layers" else _told(layer.config, field)
+            message = f"layer '{layer.name}': {backend.name} cannot express {what}: {why}"
+            setter = layer.origin.get(field) or max(
+                layer.origin.values(), key=lambda o: -1 if o.rule is None else o.rule
+            )
+            findings.append(at_rule(plan.recipe, setter.rule, field, message))
+    together = backend.whole_model([layer.config for layer in plan.lowered])
+    if together is not None:
+        findings.append(_at_part(plan.recipe, "backend", "", f"{backend.name} cannot express it: {together}"))
+    return [*findings, *_foreign_parts(plan.recipe, plan.backend)]
+
+
+def _told(config: LinearConfig, field: str) -> str:
+    path, _, part = field.partition(".")
+    gemm: GemmConfig = getattr(config, path)
+    if part == "accumulate":
+        return f"accumulate: {gemm.accumulate}"
+    return str(gemm.second if part == OPERANDS[path][1] else gemm.first)
+
+
+def _foreign_parts(recipe: Recipe, backend: str) -> Iterator[Diagnostic]:
+    """What only our own layers do beyond their products."""
+    if backend == "native":
+        return
+    if recipe.shards is not None:
+        for name in ("all_gather", "reduce_scatter"):
+            spec: Spec = getattr(recipe.shards, name)
+            if spec.format != "bf16":
+                yield _at_part(recipe, "shards", name, f"{backend} cannot express {spec}: shards travel as bf16 there")
+    if recipe.activations is not None and recipe.activations.save != "operand":
+        message = f"{backend} cannot express {recipe.activations.save}: what it saves for backward is its own choice"
+        yield _at_part(recipe, "activations", "save", message)
 
 
 def not_built_in_parts(recipe: Recipe, backend: str | None = None) -> list[Diagnostic]:
@@ -51,10 +98,6 @@ def not_built_in_parts(recipe: Recipe, backend: str | None = None) -> list[Diagn
 
 def _parts(recipe: Recipe, backend: str | None) -> Iterator[Diagnostic]:
     flat = recipe.flatten()
-    chosen = backend or flat.backend or "native"
-    if chosen != "native":
-        message = f"backend {chosen} is not built yet, only native"
-        yield Diagnostic(message=message) if backend else _at_part(recipe, "backend", "", message)
     if flat.shards is not None:
         for name in ("all_gather", "reduce_scatter"):
             spec: Spec = getattr(flat.shards, name)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from ..precision.linear import LowPrecisionLinear, original_type
+from ..precision.backends import backend_of, original_type
 
 #: Parts that wrappers put into module names, each an attribute that no model calls its own.
 _WRAPPER_PARTS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
@@ -106,7 +106,7 @@ def _out_of_reach(module: nn.Module, parent: nn.Module | None) -> str | None:
             return "its shape is unknown before the first forward"
         if "forward" in module.__dict__:
             return "its forward was replaced on the instance, which a swapped class would not reach"
-        if not isinstance(module, LowPrecisionLinear) and type(module).forward is not nn.Linear.forward:
+        if backend_of(module) is None and type(module).forward is not nn.Linear.forward:
             return "its class has a forward of its own, which a swap would discard"
         return None
     return next((reason for kind, reason in _GEMM_MODULES if isinstance(module, kind)), None)

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path as FilePath
 
-from ..precision.capability import Device, gemm_support, named_device
+from ..precision.backends import get_backend
+from ..precision.capability import Device, named_device
 from ..precision.config import OPERANDS, GemmConfig
 from ..precision.errors import NarrowgateError
 from .errors import Diagnostic, RecipeError
@@ -93,8 +94,9 @@ def _inside_rules(flat: Recipe) -> Iterator[Diagnostic]:
 
 
 def _emulated(flat: Recipe, device: Device) -> Iterator[Diagnostic]:
+    backend = get_backend(flat.backend or "native")
     for index, rule in enumerate(flat.rules):
         for path, gemm in _whole_paths(rule):
-            support = gemm_support(gemm, device)
+            support = backend.support(gemm, device)
             if not support.native:
                 yield at_rule(flat, index, path, f"emulated on {device.name}: {support.reason}; expected a native pair")
