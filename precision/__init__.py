@@ -14,7 +14,10 @@ if TYPE_CHECKING:
     from .delayed import AmaxHistory, roll
     from .errors import NarrowgateError, NotBuiltError, SpecError
     from .formats import FORMATS, ElementFormat, Format, get_format
+    from .grouped import GroupedLinear
+    from .layer import end_step
     from .linear import LowPrecisionLinear, lower_linear, restore_linear
+    from .matmul import MatMul
     from .metrics import TensorMetrics, mean_relative_error, measure, sqnr_db
     from .quantization import QuantizedTensor, quantize
     from .spec import Spec, as_spec
@@ -28,6 +31,7 @@ _HOMES = {
     "AmaxHistory": "delayed", "roll": "delayed",
     "GemmConfig": "config", "LinearConfig": "config", "OPERANDS": "config", "PATHS": "config",
     "NarrowgateError": "errors", "NotBuiltError": "errors", "SpecError": "errors",
+    "GroupedLinear": "grouped", "MatMul": "matmul", "end_step": "layer",
     "LowPrecisionLinear": "linear", "lower_linear": "linear", "restore_linear": "linear",
     "TensorMetrics": "metrics", "mean_relative_error": "metrics", "measure": "metrics", "sqnr_db": "metrics",
     "QuantizedTensor": "quantization", "quantize": "quantization",
@@ -45,8 +49,10 @@ __all__ = [
     "ElementFormat",
     "Format",
     "GemmConfig",
+    "GroupedLinear",
     "LinearConfig",
     "LowPrecisionLinear",
+    "MatMul",
     "NarrowgateError",
     "NotBuiltError",
     "QuantizedTensor",
@@ -58,6 +64,7 @@ __all__ = [
     "as_spec",
     "call_key",
     "current_device",
+    "end_step",
     "gemm_support",
     "get_format",
     "lower_linear",

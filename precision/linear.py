@@ -74,21 +74,28 @@ def low_precision_linear(
     Raises:
         NarrowgateError: ``input`` has another last dimension than the weight.
     """
-    rows, columns = weight.shape
+    columns = weight.shape[1]
     if input.shape[-1] != columns:
         raise NarrowgateError(
             f"{state.name or 'linear'}: expected an input of [..., {columns}], found {list(input.shape)}"
         )
+    draw, recording = state.enter(training)
+    return linear_product(input, weight, bias, state, draw, recording)
+
+
+def linear_product(
+    input: Tensor, weight: Tensor, bias: Tensor | None, state: LayerState, draw: Tensor, recording: bool
+) -> Tensor:
+    """:func:`low_precision_linear` within a forward that was begun: its ``draw``, and whether it records amaxes."""
     device = input.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
-    draw, recording = state.enter(training)
     # Autocast must not touch the GEMMs inside: their dtypes are the recipe's.
     with torch.autocast(device, enabled=False):
-        flat = input.reshape(-1, columns)
+        flat = input.reshape(-1, weight.shape[1])
         out = _LinearFunction.apply(flat, weight, draw if state.stochastic else None, state, dtype, recording)
         if bias is not None:
             out = out + bias.to(dtype)
-    return out.reshape(*input.shape[:-1], rows)
+    return out.reshape(*input.shape[:-1], weight.shape[0])
 
 
 def lower_linear(module: nn.Linear, config: LinearConfig, *, name: str = "", seed: int = 0) -> None:
