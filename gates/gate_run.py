@@ -129,8 +129,8 @@ def _instability(seed: SeedRun, policy: Policy) -> list[tuple[str, str]]:
         found.append(("diverged", text))
     if own.spikes - base.spikes > limits.max_spikes:
         text = (
-            f"the candidate's loss spiked at {own.spikes} steps (the baseline's at {base.spikes}),"
-            f" first at step {own.first_spike}"
+            f"the candidate's loss spiked at {own.spikes} step{'s' * (own.spikes != 1)}"
+            f" (the baseline's at {base.spikes}), first at step {own.first_spike}"
         )
         found.append(("loss_spike", text))
     for name, share, limit in (
