@@ -134,7 +134,9 @@ def decode(codes: Tensor, fmt: ElementFormat) -> Tensor:
     normal = ((magnitude << shift) + ((_FP32_BIAS - fmt.bias) << _FP32_MANTISSA_BITS)).view(torch.float32)
     subnormal = magnitude.to(torch.float32) * fmt.min_subnormal
     value = torch.where(magnitude >= 1 << fmt.mantissa_bits, normal, subnormal)
-    return torch.where(code >> (fmt.bits - 1) != 0, -value, value)
+    # The sign as a bit: Triton negates by subtracting from zero, which makes +0 of -0.
+    sign = (code >> (fmt.bits - 1)) << 31
+    return (value.view(torch.int32) | sign).view(torch.float32)
 
 
 @functools.cache
