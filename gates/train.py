@@ -38,8 +38,8 @@ Watch = Callable[[int, "int | None", float], None]
 _FETCH_EVERY = 20
 #: A graph that keeps recompiling would fall back to eager in one arm and spoil the comparison: it fails instead.
 _RECOMPILES = 64
-#: A seed's stochastic draws are fewer than two to this power.
-_DRAWS_A_SEED_BITS = 20
+#: A draw is numbered optimizer step * 2**32 + forward: room for 2**20 steps a seed.
+_DRAWS_A_SEED_BITS = 52
 
 
 class RunError(RuntimeError):
@@ -263,7 +263,7 @@ class Arm:
         for layer in state["layers"].values():
             # The keys of stochastic rounding are constants of the compiled graph; the counter of draws is not. Seeds
             # draw from far apart.
-            layer["calls"] += seed << _DRAWS_A_SEED_BITS
+            layer["draw"] += seed << _DRAWS_A_SEED_BITS
         load_recipe_state(self._model, state)
 
 
