@@ -13,8 +13,10 @@ import torch
 from narrowgate.models import GemConfig, GemTask, Preset, TrainingConfig
 from narrowgate.models.presets import SyntheticConfig
 
-_GENRES = "unknown Action Adventure Animation Children's Comedy Crime Documentary Drama Fantasy Film-Noir Horror Musical \
-Mystery Romance Sci-Fi Thriller War Western".split()
+_GENRES = (
+    "unknown", "Action", "Adventure", "Animation", "Children's", "Comedy", "Crime", "Documentary", "Drama", "Fantasy",
+    "Film-Noir", "Horror", "Musical", "Mystery", "Romance", "Sci-Fi", "Thriller", "War", "Western",
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -88,18 +90,18 @@ class MovieLens:
 
 @pytest.fixture
 def movielens() -> MovieLens:
-    """Six users with 20 ratings each of 12 movies, shuffled, with ties in time."""
+    """Six users, 20 of 24 movies rated by each, shuffled, with ties in time."""
     generator = np.random.default_rng(3)
     users = [(user, 16 + 9 * user, "MF"[user % 2], ("artist", "none")[user % 2], f"{user}1234") for user in range(1, 7)]
     users[4] = (5, 33, "F", "other", "V6K1B2")
     movies = [
-        (item, f"Movie {item} é", str(1950 + 4 * item), tuple(sorted({_GENRES[item], _GENRES[item // 2 + 1]})))
-        for item in range(1, 13)
+        (item, f"Movie {item} é", str(1950 + 2 * item), tuple(sorted({_GENRES[item % 18 + 1], _GENRES[item // 2 + 1]})))
+        for item in range(1, 25)
     ]
     movies[7] = (8, "Lost film", "", ("unknown",))
     columns = [
         np.repeat(np.arange(1, 7), 20),
-        generator.integers(1, 13, 120),
+        np.concatenate([1 + generator.permutation(24)[:20] for _ in range(6)]),
         generator.integers(1, 6, 120),
         880_000_000 + 3600 * generator.integers(0, 60, 120),
     ]

@@ -1,0 +1,124 @@
+"""Batches: every row once an epoch, the right history for each, shapes known ahead."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from narrowgate.models import Batch, Dataset, FeatureSpec, Field, TrainingConfig
+from narrowgate.models.data.rows import AGE_BUCKETS, RowData, strictly_earlier
+from narrowgate.precision.errors import NarrowgateError
+
+TRAINING = TrainingConfig(batch_size=10, eval_batch_size=8, steps=100, epochs=2, lr=1e-3)
+
+
+def make_rows(users: int = 9, each: int = 7) -> RowData:
+    """Rows that carry their own number as a feature, and events that carry theirs."""
+    count = users * each
+    user = np.repeat(np.arange(users), each)
+    times = 100 + 8 * np.tile(np.arange(each), users)
+    training = np.tile(np.arange(each), users) < each - 2
+    train, held_out = np.flatnonzero(training), np.flatnonzero(~training)
+    start, end = strictly_earlier(user, times, user[train], times[train])
+    return RowData(
+        features=FeatureSpec(
+            categorical=(Field("row", count),),
+            bags=(),
+            numeric=("one",),
+            events=(Field("row", count), Field("gap", AGE_BUCKETS)),
+            tasks=("odd",),
+        ),
+        sparse=np.arange(count)[:, None],
+        bags=(),
+        dense=np.ones((count, 1), np.float32),
+        labels=(np.arange(count) % 2).astype(np.float32)[:, None],
+        groups=user,
+        times=times,
+        history_start=start,
+        history_end=end,
+        events=train[:, None],
+        event_times=times[train],
+        train=train,
+        held_out=held_out,
+        facts={"name": "made"},
+    )
+
+
+@pytest.fixture
+def rows() -> RowData:
+    return make_rows()
+
+
+def shown(batch: Batch) -> list[int]:
+    return batch.sparse[: batch.rows, 0].tolist()
+
+
+def test_an_epoch_shows_every_training_row_once(rows: RowData) -> None:
+    data = Dataset(rows, TRAINING, max_events=4)
+    seen = [row for batch in data.train_batches(3) for row in shown(batch)]
+    assert data.steps == 9
+    assert sorted(seen[:45]) == rows.train.tolist()
+    assert sorted(seen[45:90]) == rows.train.tolist()
+    assert seen[:45] != seen[45:90]
+
+
+def test_a_seed_gives_its_order_again_and_another_seed_another(rows: RowData) -> None:
+    data = Dataset(rows, TRAINING, max_events=4)
+    stream = data.train_batches(1)
+    once = [shown(batch) for batch in stream]
+    assert len(stream) == len(once)
+    assert [shown(batch) for batch in stream] == once
+    assert [shown(batch) for batch in data.train_batches(2)] != once
+
+
+def test_evaluation_shows_every_held_out_row_once_in_order(rows: RowData) -> None:
+    batches = list(Dataset(rows, TRAINING, max_events=4).eval_batches())
+    assert [row for batch in batches for row in shown(batch)] == rows.held_out.tolist()
+    assert {batch.sparse.shape[0] for batch in batches} == {8}
+    assert len({batch.events.shape for batch in batches}) == 1
+    assert batches[-1].rows == 2
+    assert batches[-1].offsets.diff()[2:].sum() == 0
+
+
+@pytest.mark.parametrize("max_events", [2, 4, 50])
+def test_a_row_carries_its_latest_earlier_events_with_their_age(rows: RowData, max_events: int) -> None:
+    data = Dataset(rows, TRAINING, max_events=max_events)
+    for batch in [*data.train_batches(0), *data.eval_batches()]:
+        for place, row in enumerate(shown(batch)):
+            at = slice(int(batch.offsets[place]), int(batch.offsets[place + 1]))
+            earlier = [e for e in rows.train if rows.groups[e] == rows.groups[row] and rows.times[e] < rows.times[row]]
+            assert batch.events[at, 0].tolist() == earlier[-max_events:]
+            ages = rows.times[row] - rows.times[earlier[-max_events:]]
+            assert batch.events[at, 1].tolist() == (1 + np.floor(np.log2(ages))).astype(int).tolist()
+            assert set(batch.event_rows[at].tolist()) <= {place}
+
+
+def test_dead_tokens_fill_up_to_the_multiple(rows: RowData) -> None:
+    for batch in Dataset(rows, TRAINING, max_events=4).train_batches(0):
+        used, total = int(batch.offsets[-1]), len(batch.events)
+        assert total % 16 == 0
+        assert batch.event_rows[used:].tolist() == [10] * (total - used)
+        assert not batch.events[used:, 1].any()
+
+
+def test_simultaneous_events_are_no_history() -> None:
+    group, times = np.array([0, 0, 0, 1]), np.array([5, 5, 7, 6])
+    start, end = strictly_earlier(group, times, group, times)
+    assert (end - start).tolist() == [0, 0, 2, 0]
+
+
+def test_labels_and_groups_travel_with_their_rows(rows: RowData) -> None:
+    for batch in Dataset(rows, TRAINING, max_events=4).train_batches(0):
+        assert torch.equal(batch.labels[:, 0].long(), batch.sparse[:, 0] % 2)
+        assert torch.equal(batch.groups, batch.sparse[:, 0] // 7)
+
+
+def test_too_few_rows_is_said(rows: RowData) -> None:
+    with pytest.raises(NarrowgateError, match=r"made: too few rows: 45 to train on and 18 held out, .* batch of 64"):
+        Dataset(rows, dataclasses.replace(TRAINING, batch_size=64), max_events=4)
+
+
+def test_base_rate_is_the_training_share(rows: RowData) -> None:
+    assert Dataset(rows, TRAINING, max_events=4).base_rates() == [pytest.approx(np.mean(rows.train % 2))]
