@@ -133,5 +133,8 @@ def test_the_gpu_gives_the_cpus_bits(spec, compiled):
         if parsed.hadamard is None:
             assert _same(host, device.cpu())
         else:
-            # Rotating back adds products, which a compiler may contract to multiply-adds: no longer the same bits.
-            torch.testing.assert_close(host, device.cpu(), rtol=1e-4, atol=0.0, equal_nan=True)
+            # Rotating back adds products, which a compiler may contract to multiply-adds: equal to FP32 rounding of
+            # the largest element of a row.
+            size = host.nan_to_num(0.0, 0.0, 0.0).abs().amax(1, keepdim=True)
+            assert torch.equal(host.isnan(), device.cpu().isnan())
+            assert ((host - device.cpu()).nan_to_num(0.0).abs() <= 1e-5 * size).all()
