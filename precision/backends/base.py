@@ -26,6 +26,8 @@ class LayerFacts:
     name: str
     in_features: int
     out_features: int
+    #: An ``nn.Linear``: not a batched product, attention's projections or grouped experts.
+    linear: bool = True
 
 
 class Backend(ABC):
@@ -66,7 +68,7 @@ class Backend(ABC):
         """Return whether ``module`` was lowered by this backend."""
 
     @abstractmethod
-    def lower(self, module: nn.Linear, config: LinearConfig, *, name: str = "", seed: int = 0) -> None:
+    def lower(self, module: nn.Module, config: LinearConfig, *, name: str = "", seed: int = 0) -> None:
         """Make ``module`` run ``config``, in place: Parameters, names, hooks and ``isinstance(m, nn.Linear)`` stay.
 
         Raises:
@@ -74,7 +76,7 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def restore(self, module: nn.Linear) -> None:
+    def restore(self, module: nn.Module) -> None:
         """Undo :meth:`lower`: the module is what it was, with the Parameters it has now."""
 
     def whole_model(self, configs: Sequence[LinearConfig]) -> str | None:
@@ -97,6 +99,13 @@ def operands(config: LinearConfig) -> list[tuple[str, str, Spec, GemmConfig]]:
         for path, gemm in config.gemms()
         for operand, spec in zip(OPERANDS[path], (gemm.first, gemm.second), strict=True)
     ]
+
+
+def not_linear(layer: LayerFacts | None, backend: str) -> dict[str, str]:
+    """Return the one reason against a layer that is no ``nn.Linear``, where a backend lowers nothing else."""
+    if layer is None or layer.linear:
+        return {}
+    return {"layers": f"{backend} lowers nn.Linear only"}
 
 
 def unaligned(config: LinearConfig, layer: LayerFacts | None, alignment: int) -> str | None:

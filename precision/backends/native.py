@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..capability import Device, Support, gemm_support
@@ -31,20 +32,45 @@ class NativeBackend(Backend):
         return gemm_support(gemm, device)
 
     def owns(self, module: nn.Module) -> bool:
-        """True for a :class:`narrowgate.precision.linear.LowPrecisionLinear`."""
-        from ..linear import LowPrecisionLinear
+        """True for a :class:`narrowgate.precision.layer.LowPrecisionLayer`."""
+        from ..layer import LowPrecisionLayer
 
-        return isinstance(module, LowPrecisionLinear)
+        return isinstance(module, LowPrecisionLayer)
 
-    def lower(self, module: nn.Linear, config: LinearConfig, *, name: str = "", seed: int = 0) -> None:
-        """Swap the module's class: :func:`narrowgate.precision.linear.lower_linear`."""
+    def lower(self, module: nn.Module, config: LinearConfig, *, name: str = "", seed: int = 0) -> None:
+        """Swap the module's class: linear layers, grouped experts, attention's projections, batched products."""
+        from torch import nn
+
+        from ..attention import lower_attention
+        from ..grouped import GroupedLinear, lower_grouped
         from ..linear import lower_linear
+        from ..matmul import MatMul, lower_matmul
 
-        lower_linear(module, config, name=name, seed=seed)
+        if isinstance(module, MatMul):
+            lower_matmul(module, config, name=name, seed=seed)
+        elif isinstance(module, GroupedLinear):
+            lower_grouped(module, config, name=name, seed=seed)
+        elif isinstance(module, nn.MultiheadAttention):
+            lower_attention(module, config, name=name, seed=seed)
+        else:
+            assert isinstance(module, nn.Linear), type(module)
+            lower_linear(module, config, name=name, seed=seed)
 
-    def restore(self, module: nn.Linear) -> None:
-        """Swap the class back: :func:`narrowgate.precision.linear.restore_linear`."""
-        from ..linear import LowPrecisionLinear, restore_linear
+    def restore(self, module: nn.Module) -> None:
+        """Swap the class back: :func:`narrowgate.precision.layer.restore_layer`."""
+        from ..layer import LowPrecisionLayer, restore_layer
 
-        assert isinstance(module, LowPrecisionLinear)
-        restore_linear(module)
+        assert isinstance(module, LowPrecisionLayer)
+        restore_layer(module)
+
+    def attach(self, model: nn.Module, configs: Sequence[LinearConfig]) -> None:
+        """See to what its layers cannot from inside: :func:`narrowgate.precision.surroundings.prepare_model`."""
+        from ..surroundings import prepare_model
+
+        prepare_model(model)
+
+    def detach(self, model: nn.Module) -> None:
+        """Undo :meth:`attach`."""
+        from ..surroundings import release_model
+
+        release_model(model)

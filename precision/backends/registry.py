@@ -40,7 +40,7 @@ def backend_of(module: nn.Module) -> Backend | None:
 
 def original_type(module: nn.Module) -> type[nn.Module]:
     """Return the class that ``module`` had before any backend lowered it."""
-    from ..linear import original_type as native_original
+    from ..layer import original_type as native_original
     from .swap import SwappedLinear, state_of
 
     return state_of(module).original if isinstance(module, SwappedLinear) else native_original(module)

@@ -30,7 +30,7 @@ class SwappedState:
     #: Rows of the flattened input are padded with zeros to a multiple of this: they contract in wgrad.
     row_multiple = ALIGNMENT
 
-    def __init__(self, config: LinearConfig, name: str, original: type[nn.Linear]) -> None:
+    def __init__(self, config: LinearConfig, name: str, original: type[nn.Module]) -> None:
         self.config = config
         self.name = name
         self.original = original
@@ -85,14 +85,16 @@ class SwappedLinear(nn.Linear):
         return _rebuild, (swapped, state_of(self).original), self.__getstate__()
 
 
-def swap(module: nn.Linear, swapped: type[SwappedLinear], state: SwappedState) -> None:
+def swap(module: nn.Module, swapped: type[SwappedLinear], state: SwappedState) -> None:
     """Give ``module`` the class ``swapped``, in place.
 
     Raises:
-        NarrowgateError: it is low-precision already, or has a forward of its own.
+        NarrowgateError: it is low-precision already, is no ``nn.Linear``, or has a forward of its own.
     """
     if _STATE in module.__dict__:
         raise NarrowgateError(f"layer '{state.name}' is low-precision already: remove_recipe first")
+    if not isinstance(module, nn.Linear):
+        raise NarrowgateError(f"layer '{state.name}': found a {type(module).__name__}, expected an nn.Linear")
     if type(module).forward is not nn.Linear.forward:
         raise NarrowgateError(
             f"layer '{state.name}': {type(module).__name__} has a forward of its own and cannot be swapped"
@@ -102,7 +104,7 @@ def swap(module: nn.Linear, swapped: type[SwappedLinear], state: SwappedState) -
     object.__setattr__(module, "__class__", _swapped_class(swapped, state.original))
 
 
-def restore(module: nn.Linear) -> None:
+def restore(module: nn.Module) -> None:
     """Undo :func:`swap`."""
     original = state_of(module).original
     del module.__dict__[_STATE]
@@ -126,13 +128,13 @@ def outside_compile(function: _Function) -> _Function:
 
 
 @cache
-def _swapped_class(swapped: type[SwappedLinear], original: type[nn.Linear]) -> type[SwappedLinear]:
+def _swapped_class(swapped: type[SwappedLinear], original: type[nn.Module]) -> type[SwappedLinear]:
     if original is nn.Linear:
         return swapped
     name = f"{swapped.__name__.removesuffix('Linear')}{original.__name__}"
     return type(name, (swapped, original), {"__doc__": original.__doc__})
 
 
-def _rebuild(swapped: type[SwappedLinear], original: type[nn.Linear]) -> SwappedLinear:
+def _rebuild(swapped: type[SwappedLinear], original: type[nn.Module]) -> SwappedLinear:
     cls = _swapped_class(swapped, original)
     return cls.__new__(cls)

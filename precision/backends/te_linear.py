@@ -25,7 +25,7 @@ from .transformer_engine import DIRECTIONS, delayed_steps, row_multiple, spec_at
 class TransformerEngineState(SwappedState):
     """A layer's configuration, and the ``te.Linear`` and recipe made of it on first use."""
 
-    def __init__(self, config: LinearConfig, name: str, original: type[nn.Linear]) -> None:
+    def __init__(self, config: LinearConfig, name: str, original: type[nn.Module]) -> None:
         super().__init__(config, name, original)
         self.row_multiple = row_multiple(config)
         self.delayed = delayed_steps(config) is not None
@@ -49,7 +49,7 @@ class TransformerEngineLinear(SwappedLinear):
         return _multiply(self, flat, state)
 
 
-def lower(module: nn.Linear, config: LinearConfig, name: str) -> None:
+def lower(module: nn.Module, config: LinearConfig, name: str) -> None:
     """Make ``module`` run ``config`` through Transformer Engine, in place."""
     swap(module, TransformerEngineLinear, TransformerEngineState(config, name, type(module)))
 
@@ -58,7 +58,7 @@ def lower(module: nn.Linear, config: LinearConfig, name: str) -> None:
 def _multiply(module: nn.Linear, flat: Tensor, state: TransformerEngineState) -> Tensor:
     import transformer_engine.pytorch as te  # type: ignore[import-not-found]
 
-    if not flat.is_cuda:
+    if not _on_gpu(flat):
         raise NarrowgateError(f"layer '{state.name}': Transformer Engine needs CUDA, found an input on {flat.device}")
     if state.layer is None:
         state.layer = _engine_layer(module, state.name)
@@ -170,6 +170,10 @@ def _builtin_format(config: LinearConfig) -> str | None:
     if forward != {"fp8_e4m3"}:
         return None
     return {"fp8_e4m3": "E4M3", "fp8_e5m2": "HYBRID"}.get(grad)
+
+
+def _on_gpu(x: Tensor) -> bool:
+    return x.is_cuda
 
 
 def _engine_layer(module: nn.Linear, name: str) -> Any:

@@ -23,7 +23,7 @@ from ..capability import Device, Support, gemm_support
 from ..config import GemmConfig, LinearConfig
 from ..errors import NarrowgateError
 from ..spec import Spec
-from .base import ALIGNMENT, Backend, LayerFacts, operands, unaligned
+from .base import ALIGNMENT, Backend, LayerFacts, not_linear, operands, unaligned
 
 if TYPE_CHECKING:
     from torch import nn
@@ -57,9 +57,10 @@ class TorchaoBackend(Backend):
                 reasons[f"{path}.{operand}"] = reason
         if not reasons:
             reasons = _mx(config) if is_mx(config) else _float8(config)
+        reasons |= not_linear(layer, "torchao")
         odd = unaligned(config, layer, MX_BLOCK if is_mx(config) else ALIGNMENT)
         if odd is not None:
-            reasons["layers"] = odd
+            reasons.setdefault("layers", odd)
         return reasons
 
     def support(self, gemm: GemmConfig, device: Device) -> Support:
@@ -76,7 +77,7 @@ class TorchaoBackend(Backend):
 
         return isinstance(module, TorchaoLinear)
 
-    def lower(self, module: nn.Linear, config: LinearConfig, *, name: str = "", seed: int = 0) -> None:
+    def lower(self, module: nn.Module, config: LinearConfig, *, name: str = "", seed: int = 0) -> None:
         """Swap the module's class; ``seed`` is not used, as nothing that torchao can express is random."""
         there, reason = self.available()
         if not there:
@@ -85,7 +86,7 @@ class TorchaoBackend(Backend):
 
         lower(module, config, name)
 
-    def restore(self, module: nn.Linear) -> None:
+    def restore(self, module: nn.Module) -> None:
         """Swap the class back."""
         from .swap import restore
 

@@ -20,7 +20,7 @@ _DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 class TorchaoState(SwappedState):
     """A layer's configuration in torchao's terms, for the device that it lies on."""
 
-    def __init__(self, config: LinearConfig, name: str, original: type[nn.Linear]) -> None:
+    def __init__(self, config: LinearConfig, name: str, original: type[nn.Module]) -> None:
         super().__init__(config, name, original)
         self.mx = is_mx(config)
         self.row_multiple = MX_BLOCK if self.mx else self.row_multiple
@@ -63,7 +63,7 @@ class TorchaoLinear(SwappedLinear):
         return _as(out, dtype)
 
 
-def lower(module: nn.Linear, config: LinearConfig, name: str) -> None:
+def lower(module: nn.Module, config: LinearConfig, name: str) -> None:
     """Make ``module`` run ``config`` through torchao, in place."""
     swap(module, TorchaoLinear, TorchaoState(config, name, type(module)))
 

@@ -31,7 +31,7 @@ from ..capability import Device, Support, gemm_support
 from ..config import GemmConfig, LinearConfig
 from ..errors import NarrowgateError
 from ..spec import Spec
-from .base import ALIGNMENT, Backend, LayerFacts, operands, unaligned
+from .base import ALIGNMENT, Backend, LayerFacts, not_linear, operands, unaligned
 
 if TYPE_CHECKING:
     from torch import nn
@@ -77,10 +77,11 @@ class TransformerEngineBackend(Backend):
             elif spec.granularity in ("1x128", "128x128") and gemm.accumulate == "fast":
                 reasons[f"{path}.accumulate"] = "block scales have no fast accumulation; say accurate"
         if not reasons:
-            reasons = {**_pairs(config), **_directions(config)}
+            reasons = {**_directions(config), **_pairs(config)}
+        reasons |= not_linear(layer, "Transformer Engine")
         odd = unaligned(config, layer, row_multiple(config))
         if odd is not None:
-            reasons["layers"] = odd
+            reasons.setdefault("layers", odd)
         return reasons
 
     def support(self, gemm: GemmConfig, device: Device) -> Support:
@@ -98,7 +99,7 @@ class TransformerEngineBackend(Backend):
 
         return isinstance(module, TransformerEngineLinear)
 
-    def lower(self, module: nn.Linear, config: LinearConfig, *, name: str = "", seed: int = 0) -> None:
+    def lower(self, module: nn.Module, config: LinearConfig, *, name: str = "", seed: int = 0) -> None:
         """Swap the module's class; ``seed`` is not used, as nothing that is expressible is random."""
         there, reason = self.available()
         if not there:
@@ -107,7 +108,7 @@ class TransformerEngineBackend(Backend):
 
         lower(module, config, name)
 
-    def restore(self, module: nn.Linear) -> None:
+    def restore(self, module: nn.Module) -> None:
         """Swap the class back; the ``te.Linear`` behind it goes."""
         from .swap import restore
 
