@@ -1,9 +1,10 @@
-"""What a run ran on: versions and devices, no host names and no paths."""
+"""What a run ran on, and when: versions and devices, no host names and no paths."""
 
 from __future__ import annotations
 
 import os
 import platform
+from datetime import datetime, timezone
 from importlib import metadata
 
 
@@ -24,6 +25,7 @@ def environment(device: str) -> dict[str, str | int | None]:
     import torch
 
     facts: dict[str, str | int | None] = {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "narrowgate": package_version("narrowgate"),
         "python": platform.python_version(),
         "torch": torch.__version__,
