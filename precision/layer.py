@@ -250,7 +250,7 @@ def _install_hook() -> None:
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     # A compiled optimizer step breaks its graph here rather than trace what only eager state needs.
-    register_optimizer_step_post_hook(torch.compiler.disable(_after_optimizer_step))
+    register_optimizer_step_post_hook(torch.compiler.disable(_after_optimizer_step))  # type: ignore[arg-type]
 
 
 def _watch(layer: LowPrecisionLayer) -> None:

@@ -15,8 +15,10 @@ if TYPE_CHECKING:
     from .errors import Diagnostic, RecipeError, github_annotations
     from .load import builtin_names, builtin_text, load_recipe
     from .plan import LayerPlan, Origin, Plan
+    from .rates import load_rates, rates_schema
     from .recipe import Activations, OptimizerState, Path, Recipe, Rule, Shards
     from .resolution import resolve
+    from .rows import measure_rows
     from .schema import recipe_schema, recipe_schema_text
     from .state import RecipeState, load_recipe_state, recipe_state
     from .validate import Validation, validate_file
@@ -41,9 +43,12 @@ _HOMES = {
     "builtin_text": ".load",
     "disabled": ".apply",
     "github_annotations": ".errors",
+    "load_rates": ".rates",
     "load_recipe": ".load",
     "load_recipe_state": ".state",
     "low_precision": ".decorator",
+    "measure_rows": ".rows",
+    "rates_schema": ".rates",
     "recipe_schema": ".schema",
     "recipe_schema_text": ".schema",
     "recipe_state": ".state",
@@ -72,9 +77,12 @@ __all__ = [
     "builtin_text",
     "disabled",
     "github_annotations",
+    "load_rates",
     "load_recipe",
     "load_recipe_state",
     "low_precision",
+    "measure_rows",
+    "rates_schema",
     "recipe_schema",
     "recipe_schema_text",
     "recipe_state",

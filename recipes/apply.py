@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path as FilePath
+from typing import Any
 
 from torch import nn
 
@@ -16,8 +17,11 @@ from ..precision.errors import NarrowgateError, NotBuiltError, did_you_mean
 from .errors import Diagnostic, RecipeError, found
 from .load import load_recipe
 from .plan import Plan
+from .profit import undecided
+from .rates import Rates
 from .recipe import BACKENDS, Recipe
 from .resolution import resolve
+from .rows import measure_rows
 from .runnable import inexpressible_in_plan, not_built_in_parts, not_built_in_plan
 from .targets import find_targets, named_modules, unwrap
 
@@ -43,6 +47,9 @@ def apply_recipe(
     backend: str | None = None,
     seed: int = 0,
     device: Device | None = None,
+    rows: Mapping[str, int] | int | None = None,
+    sample: Callable[[], Any] | None = None,
+    rates: Rates | str | FilePath | None = None,
 ) -> Plan:
     """Make ``model`` train by ``recipe``, in place.
 
@@ -56,15 +63,20 @@ def apply_recipe(
         seed: seed of the stochastic rounding, the same on every rank.
         device: what the returned plan calls native or emulated; None is the model's own device. What runs
             depends on where the tensors are, whatever this says.
+        rows: M, the rows that each layer multiplies in one step, by name or one number for all: what
+            ``when: profitable`` decides by.
+        sample: runs the model on one batch, to see the rows instead: ``lambda: model(batch)``.
+        rates: a file of measured rates, as ``scripts/bench_gemm_rates`` writes it; None is what ships for ``device``.
 
     Returns:
         The resolved plan.
 
     Raises:
-        RecipeError: the recipe does not parse or does not fit the model, or the backend cannot express it: lists every
-            layer, path and reason.
+        RecipeError: the recipe does not parse or does not fit the model, or the backend cannot express it (lists every
+            layer, path and reason), or ``when: profitable`` lacks rows or rates (says which).
         NotBuiltError: it asks for something that this version cannot run; names it with rule and line.
-        NarrowgateError: a recipe is applied already, in the model or in a part of it, or the backend is not there.
+        NarrowgateError: a recipe is applied already, in the model or in a part of it, or the backend is not there;
+            ``rows`` and ``sample`` are both given.
     """
     if not isinstance(model, nn.Module):
         raise NarrowgateError(f"found {found(model)}, expected a torch.nn.Module to apply a recipe to")
@@ -73,19 +85,23 @@ def apply_recipe(
     check_backend(backend)
     loaded = load_recipe(recipe)
     _refuse_second(model, loaded)
-    plan = resolve(loaded, model, device=device, backend=backend)
+    if sample is not None:
+        if rows is not None:
+            raise NarrowgateError("found both rows and sample, expected one of them")
+        rows = measure_rows(unwrap(model), sample)
+    plan = resolve(loaded, model, device=device, backend=backend, rows=rows, rates=rates)
     missing = [*not_built_in_parts(loaded, backend), *not_built_in_plan(plan)]
     if missing:
         raise NotBuiltError("\n".join(str(finding) for finding in missing))
-    inexpressible = inexpressible_in_plan(plan)
-    if inexpressible:
-        raise RecipeError(inexpressible)
+    unusable = inexpressible_in_plan(plan) or undecided(plan)
+    if unusable:
+        raise RecipeError(unusable)
     runs_on = get_backend(plan.backend)
     there, reason = runs_on.available()
     if plan.lowered and not there:
         raise NarrowgateError(f"backend {runs_on.name}: {reason}")
     targets, _ = find_targets(model)
-    done: list[nn.Linear] = []
+    done: list[nn.Module] = []
     try:
         for target, layer in zip(targets, plan.layers, strict=True):
             if not layer.config.high_precision:
@@ -111,7 +127,6 @@ def remove_recipe(model: nn.Module) -> None:
         raise NarrowgateError(f"found no recipe on this {type(model).__name__}, expected one to remove")
     for module, backend in lowered:
         if backend is not None:
-            assert isinstance(module, nn.Linear)
             backend.restore(module)
     for _, module, _ in named_modules(model):
         applied = module.__dict__.pop(_MARK, None)

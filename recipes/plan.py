@@ -54,6 +54,7 @@ class LayerPlan:
 
     name: str
     type: str
+    #: K and N; 0 where unknown, as for a product of two tensors.
     in_features: int
     out_features: int
     params: int
@@ -68,6 +69,8 @@ class LayerPlan:
     price: LayerPrice | Unpriced | None = None
     #: Why ``when: profitable`` left the layer in BF16, which its rules did not ask for.
     kept: str | None = None
+    #: ``linear``, ``attention`` (a projection), ``grouped`` (experts) or ``product`` (of two tensors).
+    kind: str = "linear"
 
     @property
     def pays(self) -> bool:
@@ -95,6 +98,7 @@ class LayerPlan:
         return {
             "name": self.name,
             "type": self.type,
+            "kind": self.kind,
             "in_features": self.in_features,
             "out_features": self.out_features,
             "params": self.params,

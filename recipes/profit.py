@@ -93,6 +93,8 @@ def _no_rates(plan: Plan) -> str:
 
 
 def _price(layer: LayerPlan, config: LinearConfig, rows: Mapping[str, int], rates: Rates) -> LayerPrice | Unpriced:
+    if layer.kind in ("grouped", "product"):
+        return Unpriced("only single matrices are priced")
     count = rows.get(layer.name)
     if count is None:
         return Unpriced("its rows are not given")

@@ -6,20 +6,26 @@ from typing import TYPE_CHECKING
 
 from ..precision.config import OPERANDS, PATHS, GemmConfig
 from .plan import LayerPlan, Plan
+from .pricing import LayerPrice, Unpriced
 from .runnable import inexpressible_in_plan
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 _HEADER = ("layer", "type", "in", "out", *PATHS, "set by")
+_PRICED = ("layer", "type", "in", "out", "rows", *PATHS, "gain us", "ratio", "set by")
+_NUMERIC = frozenset({"in", "out", "rows", "gain us", "ratio"})
 _EMULATED = "~"
+#: Behind a ratio whose shapes were not measured.
+_BEYOND = "?"
 
 
 def plan_text(plan: Plan) -> str:
     """Return the plan as plain aligned text ending in a newline."""
-    rows = [_HEADER, *(_cells(layer) for layer in plan.layers)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADER))]
-    right = {_HEADER.index("in"), _HEADER.index("out")}
+    header = _header(plan)
+    rows = [header, *(_cells(layer, header) for layer in plan.layers)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
+    right = {i for i, name in enumerate(header) if name in _NUMERIC}
     lines = [_title(plan), ""]
     for row in rows:
         cells = (
@@ -36,16 +42,19 @@ def plan_renderable(plan: Plan) -> RenderableType:
     from rich.text import Text
 
     table = Table(title=_title(plan), title_justify="left")
-    for name in _HEADER:
-        numeric = name in ("in", "out")
+    header = _header(plan)
+    for name in header:
+        numeric = name in _NUMERIC
         table.add_column(name, justify="right" if numeric else "left", no_wrap=numeric, overflow="fold")
     for layer in plan.layers:
         cells: list[Text] = []
-        for name, cell in zip(_HEADER, _cells(layer), strict=True):
+        for name, cell in zip(header, _cells(layer, header), strict=True):
             style = ""
             if name in PATHS:
                 gemm: GemmConfig = getattr(layer.config, name)
                 style = "dim" if gemm.high_precision else "green" if layer.support[name].native else "yellow"
+            elif name in ("gain us", "ratio") and not layer.pays:
+                style = "red"
             cells.append(Text(cell, style=style))
         table.add_row(*cells)
     return Group(table, *(Text(note) for note in _notes(plan)))
@@ -59,16 +68,29 @@ def _title(plan: Plan) -> str:
     )
 
 
-def _cells(layer: LayerPlan) -> tuple[str, ...]:
-    gemms = (_gemm(layer, path) for path in PATHS)
-    return (
-        layer.name or "(root)",
-        layer.type,
-        str(layer.in_features),
-        str(layer.out_features),
-        *gemms,
-        _set_by(layer),
-    )
+def _header(plan: Plan) -> tuple[str, ...]:
+    return _HEADER if plan.no_prices else _PRICED
+
+
+def _cells(layer: LayerPlan, header: tuple[str, ...]) -> tuple[str, ...]:
+    cells = {
+        "layer": layer.name or "(root)",
+        "type": layer.type,
+        "in": str(layer.in_features or "-"),
+        "out": str(layer.out_features or "-"),
+        **{path: _gemm(layer, path) for path in PATHS},
+        "set by": _set_by(layer),
+        "rows": "",
+        "gain us": "",
+        "ratio": "",
+    }
+    price = layer.price
+    if isinstance(price, LayerPrice):
+        cells["rows"] = str(price.rows)
+        if not layer.config.high_precision:
+            cells["gain us"] = f"{price.gain_us:+.1f}"
+            cells["ratio"] = f"{price.ratio:.2f}x" + _BEYOND * (not price.within)
+    return tuple(cells[name] for name in header)
 
 
 def _gemm(layer: LayerPlan, path: str) -> str:
@@ -83,6 +105,8 @@ def _gemm(layer: LayerPlan, path: str) -> str:
 
 def _set_by(layer: LayerPlan) -> str:
     """Return where each path's operands come from, equal ones joined: ``fprop,dgrad r.yaml:7; wgrad r.yaml:13``."""
+    if layer.kept is not None:
+        return f"{layer.origin['when']} (profitable)"
     by_origin: dict[str, list[str]] = {}
     for path, operands in OPERANDS.items():
         origins = dict.fromkeys(str(layer.origin[f"{path}.{operand}"]) for operand in operands)
@@ -94,9 +118,7 @@ def _set_by(layer: LayerPlan) -> str:
 
 def _notes(plan: Plan) -> list[str]:
     shares = ", ".join(f"{pair} {share:.1%}" for pair, share in plan.flops_share().items())
-    notes = [f"GEMM FLOPs per row: {shares or 'none'}"]
-    if any(layer.when != "always" for layer in plan.layers):
-        notes.append("when: profitable applies to some layers; which of them pay is measured, not shown here")
+    notes = [f"GEMM FLOPs{'' if plan.weighted else ' per row'}: {shares or 'none'}", *_prices(plan)]
     notes += [f"{_EMULATED} emulated: {reason}" for reason in plan.emulated_reasons()]
     padded = plan.padded()
     if padded:
@@ -106,3 +128,37 @@ def _notes(plan: Plan) -> list[str]:
     notes += [f"not reachable: {e.name or '(root)'} ({e.type}): {e.reason}" for e in plan.unreachable]
     notes += [str(warning) for warning in plan.warnings]
     return notes
+
+
+def _prices(plan: Plan) -> list[str]:
+    """Return what the prices add up to, or why there are none."""
+    if plan.no_prices is not None:
+        if not plan.lowered:
+            return []
+        hint = " (plan --rows N or --trace; resolve(..., rows=...))" if plan.rates is not None else ""
+        notes = [f"no prices: {plan.no_prices}{hint}"]
+        waiting = sum(layer.when == "profitable" for layer in plan.lowered)
+        return [*notes, f"when: profitable is undecided for {_layers(waiting)}"] if waiting else notes
+    totals, rates = plan.totals(), plan.rates
+    assert rates is not None
+    notes = []
+    if totals is not None:
+        notes.append(
+            f"predicted for the linear layers of one step: {totals.bf16_us:.1f} us in bf16, {totals.us:.1f} us like "
+            f"this ({totals.ratio:.2f}x), {totals.cast_us:.1f} us of it casts; rates measured on {rates.device}, "
+            f"{rates.date}"
+        )
+    if any(isinstance(p, LayerPrice) and not p.within for p in (layer.price for layer in plan.lowered)):
+        notes.append(
+            f"{_BEYOND} beyond the measured shapes: extrapolated, and small products are launches, not counted"
+        )
+    for layer in plan.layers:
+        if layer.kept is not None:
+            notes.append(f"kept in bf16: {layer.name or '(root)'}: {layer.kept}")
+        elif isinstance(layer.price, Unpriced) and not layer.config.high_precision:
+            notes.append(f"no price: {layer.name or '(root)'}: {layer.price.reason}")
+    return notes
+
+
+def _layers(count: int) -> str:
+    return f"{count} layer{'s' if count > 1 else ''}"

@@ -18,11 +18,14 @@ from ..precision.backends import Backend, get_backend
 from ..precision.capability import Device, Support, current_device
 from ..precision.config import OPERANDS, GemmConfig, LinearConfig
 from ..precision.errors import did_you_mean
+from ..precision.matmul import matmul_support
 from ..precision.spec import Spec
 from .errors import Diagnostic, RecipeError, found
 from .globs import Names, Pattern
 from .load import load_recipe
 from .plan import LayerPlan, Origin, Plan
+from .profit import price_plan
+from .rates import Rates
 from .recipe import FIELDS, Recipe, Rule, Shards, at_rule
 from .targets import Target, find_targets
 
@@ -30,7 +33,13 @@ _DEFAULTS = -1
 
 
 def resolve(
-    recipe: str | FilePath | Recipe, model: nn.Module, *, device: Device | None = None, backend: str | None = None
+    recipe: str | FilePath | Recipe,
+    model: nn.Module,
+    *,
+    device: Device | None = None,
+    backend: str | None = None,
+    rows: Mapping[str, int] | int | None = None,
+    rates: Rates | str | FilePath | None = None,
 ) -> Plan:
     """Work out what ``recipe`` means for ``model``, without touching it; a model on the meta device will do.
 
@@ -39,12 +48,18 @@ def resolve(
         model: the model whose layers the rules select.
         device: the device to plan for; None is where the model is, or the machine's own for a meta model.
         backend: overrides the recipe's backend.
+        rows: M, the rows that each layer multiplies in one step, by name (:func:`narrowgate.recipes.measure_rows`), or
+            one number for all; without them the plan has no prices.
+        rates: a file of measured rates; None is what ships for the device.
 
     Raises:
+        NarrowgateError: ``rows`` or ``rates`` do not fit or do not read.
         RecipeError: with every fault found: a rule that matches nothing, a GEMM of one low-precision and one
             high-precision operand, Hadamard on one operand only, tied weights in two formats.
     """
-    return _Resolution(load_recipe(recipe).flatten(), model).plan(device or _device_of(model), backend)
+    resolution = _Resolution(load_recipe(recipe).flatten(), model)
+    plan = resolution.plan(device or _device_of(model), backend)
+    return price_plan(plan, resolution.weights(), rows, rates)
 
 
 @dataclass(frozen=True)
@@ -97,7 +112,8 @@ class _Resolution:
                 config=combinations[key].config,
                 when=combinations[key].when,
                 origin=combinations[key].origin,
-                support=support[key],
+                support=_product_support(combinations[key].config) if target.kind == "product" else support[key],
+                kind=target.kind,
             )
             for target, key in zip(self.targets, keys, strict=True)
         )
@@ -109,6 +125,12 @@ class _Resolution:
             warnings=tuple(self.warnings),
             unreachable=tuple(self.unreachable),
         )
+
+    def weights(self) -> list[object]:
+        """Return what each target's weight is known by: the same for tied ones."""
+        # A parametrized weight is made anew at each access, so nobody else holds it.
+        found_weights = [target.module._parameters.get("weight") for target in self.targets]
+        return [("own", i) if weight is None else id(weight) for i, weight in enumerate(found_weights)]
 
     # Which rule owns which field.
 
@@ -292,7 +314,8 @@ class _Resolution:
 
 def _static_columns(targets: list[Target]) -> dict[str, Any]:
     columns: dict[str, Any] = {
-        name: np.array([getattr(target, name) for target in targets], dtype=np.float64)
+        # 0 stands for unknown, and a comparison with something unknown is false.
+        name: np.array([getattr(target, name) or np.nan for target in targets], dtype=np.float64)
         for name in ("in_features", "out_features", "params")
     }
     for name in ("type", "name"):
@@ -302,6 +325,10 @@ def _static_columns(targets: list[Target]) -> dict[str, Any]:
 
 def _support(config: LinearConfig, device: Device, backend: Backend) -> Mapping[str, Support]:
     return {path: backend.support(gemm, device) for path, gemm in config.gemms()}
+
+
+def _product_support(config: LinearConfig) -> Mapping[str, Support]:
+    return {path: matmul_support(gemm) for path, gemm in config.gemms()}
 
 
 def _device_of(model: nn.Module) -> Device:

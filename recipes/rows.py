@@ -17,7 +17,7 @@ def measure_rows(model: nn.Module, run: Callable[[], Any]) -> dict[str, int]:
     """Return the rows that every target of ``model`` multiplies while ``run()`` runs, by layer name.
 
     Rows are all dimensions of a layer's input but the last, added up over its calls; 0 for a layer that is never
-    called. The model runs in eval mode without gradients, uncompiled, and leaves the random generators as they were.
+    called. The model runs in eval mode without gradients, uncompiled, and leaves torch's generators as they were.
 
     Args:
         model: the model, or what wraps it.
@@ -33,13 +33,13 @@ def measure_rows(model: nn.Module, run: Callable[[], Any]) -> dict[str, int]:
 
     def hook(name: str) -> Callable[..., None]:
         def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            x = args[0] if args else kwargs.get("input")
+            x = args[0] if args else next((kwargs[key] for key in ("input", "query", "x") if key in kwargs), None)
             if isinstance(x, torch.Tensor) and x.dim() and x.shape[-1]:
                 rows[name] += x.numel() // x.shape[-1]
 
         return count
 
-    handles = [t.module.register_forward_pre_hook(hook(t.name), with_kwargs=True) for t in targets]
+    handles = [(t.caller or t.module).register_forward_pre_hook(hook(t.name), with_kwargs=True) for t in targets]
     try:
         model.eval()
         with (

@@ -19,9 +19,6 @@ def not_built_in_recipe(recipe: Recipe, backend: str | None = None) -> list[Diag
     flat = recipe.flatten()
     chosen = get_backend(backend or flat.backend or "native")
     for index, rule in enumerate(flat.rules):
-        if rule.when == "profitable":
-            message = "profitable is not built yet, only always"
-            findings.append(at_rule(flat, index, "when", message))
         config = rule_config(rule)
         if chosen.name == "native":
             reason = unsupported(config)
@@ -38,10 +35,6 @@ def not_built_in_plan(plan: Plan) -> list[Diagnostic]:
     for layer in plan.layers:
         if layer.config.high_precision:
             continue
-        if layer.when != "always":
-            rule = layer.origin["when"].rule
-            assert rule is not None, "when defaults to always"
-            findings[at_rule(plan.recipe, rule, "when", f"{layer.when} is not built yet, only always")] = None
         reason = unsupported(layer.config) if plan.backend == "native" else None
         if reason is not None:
             name, message = _field_of(reason)
@@ -55,7 +48,7 @@ def inexpressible_in_plan(plan: Plan) -> list[Diagnostic]:
     backend = get_backend(plan.backend)
     findings: list[Diagnostic] = []
     for layer in plan.lowered:
-        facts = LayerFacts(layer.name, layer.in_features, layer.out_features)
+        facts = LayerFacts(layer.name, layer.in_features, layer.out_features, linear=layer.kind == "linear")
         for field, why in backend.inexpressible(layer.config, facts, plan.device).items():
             what = "it" if field == "layers" else _told(layer.config, field)
             message = f"layer '{layer.name}': {backend.name} cannot express {what}: {why}"

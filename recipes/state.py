@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from ..precision.errors import NarrowgateError, did_you_mean
-from ..precision.linear import LowPrecisionLinear, linear_state, load_linear_state
+from ..precision.layer import LowPrecisionLayer, layer_state
 from .apply import applied_recipes
 from .errors import found
 from .targets import named_modules
@@ -31,7 +31,7 @@ def recipe_state(model: nn.Module) -> dict[str, Any]:
     return {
         "version": _VERSION,
         "recipes": {name: recipe.hash for name, recipe in applied.items()},
-        "layers": {name: linear_state(module) for name, module in _layers(model).items()},
+        "layers": {name: layer_state(module).state_dict() for name, module in _layers(model).items()},
     }
 
 
@@ -60,7 +60,7 @@ def load_recipe_state(model: nn.Module, state: dict[str, Any]) -> None:
         text = f"recipe state was saved under recipe {_hashes(state['recipes'])}, this model carries {_hashes(here)}"
         warnings.warn(text, stacklevel=2)
     for name, module in layers.items():
-        load_linear_state(module, saved[name])
+        layer_state(module).load_state_dict(saved[name])
 
 
 class RecipeState:
@@ -79,8 +79,8 @@ class RecipeState:
         load_recipe_state(self._model, state_dict)
 
 
-def _layers(model: nn.Module) -> dict[str, LowPrecisionLinear]:
-    return {name: module for name, module, _ in named_modules(model) if isinstance(module, LowPrecisionLinear)}
+def _layers(model: nn.Module) -> dict[str, LowPrecisionLayer]:
+    return {name: module for name, module, _ in named_modules(model) if isinstance(module, LowPrecisionLayer)}
 
 
 def _hashes(recipes: dict[str, str]) -> str:

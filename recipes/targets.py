@@ -1,8 +1,9 @@
 """The layers of a model that a rule can reach, under the names that people know them by.
 
-A target is a module with a weight and a GEMM that can be swapped in place: today ``nn.Linear`` and subclasses
-that keep its ``forward``. Everything else that multiplies matrices is listed with the reason why no rule
-reaches it, so that a plan never looks complete where it is not.
+A target is a module with a GEMM that can be swapped in place: ``nn.Linear`` and subclasses that keep its ``forward``;
+the projections of ``nn.MultiheadAttention``, as ``NAME.in_proj`` (packed: query, key and value) and ``NAME.out_proj``;
+:class:`narrowgate.precision.GroupedLinear`; :class:`narrowgate.precision.MatMul`. Everything else that multiplies
+matrices is listed with the reason why no rule reaches it, so that a plan never looks complete where it is not.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ from dataclasses import dataclass
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
+from ..precision.attention import attention_obstacle
 from ..precision.backends import backend_of, original_type
+from ..precision.grouped import GroupedLinear
+from ..precision.matmul import MatMul
 
 #: Parts that wrappers put into module names, each an attribute that no model calls its own.
 _WRAPPER_PARTS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
@@ -21,7 +25,6 @@ _WRAPPER_PARTS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wr
 _MODULE_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 _GEMM_MODULES: tuple[tuple[type[nn.Module], str], ...] = (
-    (nn.MultiheadAttention, "its packed projections are plain Parameters, not linear modules"),
     (nn.Bilinear, "bilinear products are not lowered"),
     (nn.RNNBase, "recurrent layers are not lowered"),
     (nn.RNNCellBase, "recurrent cells are not lowered"),
@@ -34,13 +37,18 @@ class Target:
     """One layer that rules can match."""
 
     name: str
-    module: nn.Linear
+    module: nn.Module
     #: Name of the class before lowering.
     type: str
+    #: K and N; 0 where unknown, as for a product of two tensors.
     in_features: int
     out_features: int
     #: Parameters of the module itself, bias included.
     params: int
+    #: ``linear``, ``attention`` (a projection), ``grouped`` or ``product``.
+    kind: str = "linear"
+    #: The module whose call multiplies it, where that is another one: attention, for its output projection.
+    caller: nn.Module | None = None
 
 
 @dataclass(frozen=True)
@@ -88,9 +96,20 @@ def find_targets(model: nn.Module) -> tuple[list[Target], list[Unreachable]]:
         reason = _out_of_reach(module, parent)
         if reason is not None:
             unreachable.append(Unreachable(name, kind, reason))
-        elif isinstance(module, nn.Linear):
-            params = sum(p.numel() for p in module.parameters(recurse=False))
-            targets.append(Target(name, module, kind, module.in_features, module.out_features, params))
+            continue
+        params = sum(p.numel() for p in module.parameters(recurse=False))
+        if isinstance(module, nn.Linear):
+            within = parent if isinstance(parent, nn.MultiheadAttention) else None
+            role = "linear" if within is None else "attention"
+            sizes = (module.in_features, module.out_features, params)
+            targets.append(Target(name, module, kind, *sizes, role, caller=within))
+        elif isinstance(module, nn.MultiheadAttention):
+            name = f"{name}.in_proj" if name else "in_proj"
+            targets.append(Target(name, module, kind, module.embed_dim, 3 * module.embed_dim, params, "attention"))
+        elif isinstance(module, GroupedLinear):
+            targets.append(Target(name, module, kind, module.in_features, module.out_features, params, "grouped"))
+        elif isinstance(module, MatMul):
+            targets.append(Target(name, module, kind, 0, 0, params, "product"))
     return targets, unreachable
 
 
@@ -100,7 +119,7 @@ def _is_wrapper(parent: nn.Module, part: str) -> bool:
 
 def _out_of_reach(module: nn.Module, parent: nn.Module | None) -> str | None:
     if isinstance(module, nn.Linear):
-        if isinstance(parent, nn.MultiheadAttention):
+        if isinstance(parent, nn.MultiheadAttention) and attention_obstacle(parent) is not None:
             return "nn.MultiheadAttention reads this weight directly and never calls the module"
         if isinstance(module._parameters.get("weight"), UninitializedParameter):
             return "its shape is unknown before the first forward"
@@ -109,4 +128,11 @@ def _out_of_reach(module: nn.Module, parent: nn.Module | None) -> str | None:
         if backend_of(module) is None and type(module).forward is not nn.Linear.forward:
             return "its class has a forward of its own, which a swap would discard"
         return None
+    if isinstance(module, nn.MultiheadAttention):
+        return attention_obstacle(module)
+    for ours in (GroupedLinear, MatMul):
+        if isinstance(module, ours) and backend_of(module) is None:
+            if "forward" in module.__dict__ or type(module).forward is not ours.forward:
+                return "it has a forward of its own, which a swap would discard"
+            return None
     return next((reason for kind, reason in _GEMM_MODULES if isinstance(module, kind)), None)

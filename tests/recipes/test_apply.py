@@ -286,16 +286,7 @@ def test_parts_that_are_not_built_are_named_with_their_line_and_change_nothing(t
     assert lowered(tower) == []
 
 
-def test_rules_that_are_not_built_are_named_with_their_line(tower):
-    text = (
-        "recipe: r\nrules:\n- {layers: 'interaction.*', all: fp8_e4m3, when: profitable}\n"
-        "- {layers: 'interaction.0', when: always, fprop: {weight: bf16, input: bf16}}\n"
-    )
-    with pytest.raises(NotBuiltError, match=r"r.yaml:3:50: rules\[0\].when: profitable is not built yet"):
-        apply_recipe(tower, Recipe.from_yaml(text, file="r.yaml"))
-
-
-def test_a_rule_without_effect_may_ask_for_what_is_not_built(tower):
+def test_a_rule_without_effect_may_ask_for_what_is_not_known(tower):
     rules = [
         Rule(layers="interaction.*", all="fp8_e4m3", when="profitable"),
         Rule(layers="interaction.*", when="always"),

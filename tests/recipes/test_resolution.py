@@ -240,7 +240,7 @@ def test_modules_out_of_reach_are_listed_and_never_silently_skipped():
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
-            self.attention = nn.MultiheadAttention(32, 2)
+            self.attention = nn.MultiheadAttention(32, 2, kdim=16)
             self.scaled = Scaled(32, 32)
             self.lazy = nn.LazyLinear(32)
             self.conv = nn.Conv1d(4, 4, 3)
