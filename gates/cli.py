@@ -18,7 +18,34 @@ app = typer.Typer(
     epilog="Every command takes --debug for the traceback of an error.",
 )
 
-Model = Annotated[str, typer.Option(help="A built-in model, for example gem-tiny or gem-small.")]
+
+def _recipe_names(incomplete: str) -> list[str]:
+    from ..recipes import builtin_names
+
+    return [name for name in builtin_names() if name.startswith(incomplete)]
+
+
+def _model_names(incomplete: str) -> list[str]:
+    from ..models.presets import preset_names
+
+    return [name for name in preset_names() if name.startswith(incomplete)]
+
+
+def _device_names(incomplete: str) -> list[str]:
+    from ..precision.capability import NAMED_DEVICES
+
+    return [name for name in ("auto", *NAMED_DEVICES) if name.startswith(incomplete)]
+
+
+def _schema_names(incomplete: str) -> list[str]:
+    from .cli_recipes import SCHEMAS
+
+    return [name for name in SCHEMAS if name.startswith(incomplete)]
+
+
+Model = Annotated[
+    str, typer.Option(help="A built-in model, for example gem-tiny or gem-small.", autocompletion=_model_names)
+]
 Data = Annotated[str, typer.Option(help="Its input: synthetic, ml-100k:DIR or ml-1m:DIR.")]
 Json = Annotated[bool, typer.Option("--json", help="Print machine-readable JSON on standard output.")]
 # typer evaluates these annotations on Python 3.10 too.
@@ -44,11 +71,15 @@ def program(
 def gate(
     recipes: Annotated[
         Optional[list[str]],  # noqa: UP045
-        typer.Argument(metavar="RECIPE...", help="Built-in names or files; `narrowgate recipes` lists the built-ins."),
+        typer.Argument(
+            metavar="RECIPE...",
+            help="Built-in names or files; `narrowgate recipes` lists the built-ins.",
+            autocompletion=_recipe_names,
+        ),
     ] = None,
     model: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option(help="A built-in model, for example gem-small [default: gem-tiny]."),
+        typer.Option(help="A built-in model, for example gem-small [default: gem-tiny].", autocompletion=_model_names),
     ] = None,
     data: Annotated[
         Optional[str],  # noqa: UP045
@@ -122,24 +153,58 @@ def gate(
 
 @app.command()
 def plan(
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A built-in name or a file.")],
+    recipe: Annotated[
+        str, typer.Argument(metavar="RECIPE", help="A built-in name or a file.", autocompletion=_recipe_names)
+    ],
     model: Model = "gem-tiny",
-    data: Data = "synthetic",
+    data: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="Its input: synthetic, ml-100k:DIR or ml-1m:DIR; also traces one batch of it."),
+    ] = None,
     task: Annotated[
         Optional[str],  # noqa: UP045
         typer.Option(help="Your own model instead: package.module:factory. Runs that module's code."),
     ] = None,
-    device: Annotated[str, typer.Option(help="Plan for h100, h200, b200, cpu, or auto: the one here.")] = "auto",
+    device: Annotated[
+        str,
+        typer.Option(help="Plan for h100, h200, b200, cpu, or auto: the one here.", autocompletion=_device_names),
+    ] = "auto",
     backend: Backend = None,
+    rows: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(min=1, help="Price every layer at so many rows, for example those of a batch."),
+    ] = None,
+    trace: Annotated[
+        bool, typer.Option("--trace", help="Run one training batch to see the rows of each layer, and price by them.")
+    ] = False,
+    rates: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(metavar="FILE", help="Price by these measured rates, as scripts/bench_gemm_rates writes them."),
+    ] = None,
     json: Json = False,
 ) -> None:
-    """Show what each layer and GEMM path gets, which rule says so, and whether the device runs it natively.
+    """Show what each layer and GEMM path gets, which rule says so, whether the device runs it natively, and its price.
 
-    Example: narrowgate plan gem-fp8 --model gem-small --device h200
+    Prices, the predicted gain or loss of each layer, need the rows that it multiplies: --rows, --trace or --data.
+
+    Example: narrowgate plan gem-fp8 --model gem-small --device h200 --rows 8192
     """
-    from .cli_recipes import plan_command
+    from .cli_recipes import PlanOptions, plan_command
 
-    plan_command(recipe, model, data, task, device, backend, json)
+    plan_command(
+        PlanOptions(
+            recipe=recipe,
+            model=model,
+            data=data,
+            task=task,
+            device=device,
+            backend=backend,
+            rows=rows,
+            trace=trace,
+            rates=rates,
+            json=json,
+        )
+    )
 
 
 @app.command()
@@ -154,7 +219,10 @@ def recipes(json: Json = False) -> None:
 
 
 @app.command()
-def show(name: Annotated[str, typer.Argument(metavar="NAME", help="A built-in recipe.")], json: Json = False) -> None:
+def show(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A built-in recipe.", autocompletion=_recipe_names)],
+    json: Json = False,
+) -> None:
     """Print a built-in recipe's text.
 
     Example: narrowgate show gem-fp8 > mine.yaml
@@ -187,6 +255,21 @@ def validate(
     from .cli_recipes import validate_command
 
     raise typer.Exit(validate_command(file, "json" if json else output_format, require_native, model))
+
+
+@app.command()
+def schema(
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="recipe, policy, report or rates.", autocompletion=_schema_names)
+    ],
+) -> None:
+    """Print the JSON Schema of a kind of file, for editors and other tools.
+
+    Example: narrowgate schema recipe > recipe.schema.json
+    """
+    from .cli_recipes import schema_command
+
+    schema_command(name)
 
 
 @app.command()

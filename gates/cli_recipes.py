@@ -1,9 +1,12 @@
-"""The commands that only read recipes: ``plan``, ``recipes``, ``show``, ``validate``."""
+"""The commands that only read recipes: ``plan``, ``recipes``, ``show``, ``validate``, ``schema``."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 from ..precision.errors import NarrowgateError, did_you_mean
 from ..recipes import Diagnostic, RecipeError, builtin_names, builtin_text, github_annotations, load_recipe
@@ -14,18 +17,43 @@ from . import exits
 _FORMATS = ("text", "github", "json")
 
 
-def plan_command(
-    recipe: str, model: str, data: str, task: str | None, device: str, backend: str | None, as_json: bool
-) -> None:
-    """Print the resolved plan."""
+@dataclass(frozen=True)
+class PlanOptions:
+    """What ``plan`` was asked; fields are the options of the command line."""
+
+    recipe: str
+    model: str
+    data: str | None
+    task: str | None
+    device: str
+    backend: str | None
+    rows: int | None
+    trace: bool
+    rates: str | None
+    json: bool
+
+
+def plan_command(options: PlanOptions) -> None:
+    """Print the resolved plan, with prices where rows are given or traced."""
     from ..precision.capability import named_device
-    from ..recipes import resolve
+    from ..recipes import load_rates, resolve
+    from .rows import trace_rows, trace_step
     from .task import TaskSource
 
-    loaded, target = load_recipe(recipe), named_device(device)
-    built = TaskSource(task=task, model=model, data=data).open().build_model()
-    plan = resolve(loaded, built, device=target, backend=backend)
-    if as_json:
+    traced = options.trace or options.data is not None
+    if traced and options.rows is not None:
+        other = "--trace" if options.trace else "--data, which traces a batch"
+        raise NarrowgateError(f"found --rows and {other}, expected one of them")
+    loaded, target = load_recipe(options.recipe), named_device(options.device)
+    rates = None if options.rates is None else load_rates(options.rates)
+    source = TaskSource(task=options.task, model=options.model, data=options.data or "synthetic")
+    task = source.open()
+    built = task.build_model()
+    rows = trace_rows(task, built) if traced else options.rows
+    plan = resolve(loaded, built, device=target, backend=options.backend, rows=rows, rates=rates)
+    if traced:
+        plan = plan.with_trace(trace_step(task, built))
+    if options.json:
         sys.stdout.write(plan.to_json())
     elif sys.stdout.isatty():
         from rich.console import Console
@@ -54,6 +82,47 @@ def show_command(name: str, as_json: bool) -> None:
         print(json.dumps(load_recipe(name).resolved_dict(), indent=1))
     else:
         sys.stdout.write(builtin_text(name))
+
+
+def _recipe_schema() -> dict[str, Any]:
+    from ..recipes import recipe_schema
+
+    return recipe_schema()
+
+
+def _rates_schema() -> dict[str, Any]:
+    from ..recipes import rates_schema
+
+    return rates_schema()
+
+
+def _policy_schema() -> dict[str, Any]:
+    from .policy import Policy
+
+    return {"$schema": _DIALECT, **Policy.model_json_schema()}
+
+
+def _report_schema() -> dict[str, Any]:
+    from .report import report_schema
+
+    return report_schema()
+
+
+_DIALECT = "https://json-schema.org/draft/2020-12/schema"
+#: The kinds of files that have a JSON Schema.
+SCHEMAS: dict[str, Callable[[], dict[str, Any]]] = {
+    "recipe": _recipe_schema,
+    "policy": _policy_schema,
+    "report": _report_schema,
+    "rates": _rates_schema,
+}
+
+
+def schema_command(name: str) -> None:
+    """Print the JSON Schema of one kind of file."""
+    if name not in SCHEMAS:
+        raise NarrowgateError(f"schema: found '{name}', expected {', '.join(SCHEMAS)}{did_you_mean(name, SCHEMAS)}")
+    print(json.dumps(SCHEMAS[name](), indent=2, ensure_ascii=False))
 
 
 def validate_command(file: str, output_format: str, require_native: str | None, model: str | None) -> int:

@@ -22,6 +22,7 @@ from .pairs import Pair, combine
 from .policy import Policy
 from .progress import Progress
 from .report import SCHEMA_VERSION, RecipeFacts, Report
+from .rows import rows_for
 from .seeds import Job, train_in_process
 from .speed import measure_step_time
 from .task import Task, TaskSource
@@ -100,7 +101,8 @@ def run_gate(run: Run, progress: Progress) -> list[Report]:
 def _plan(task: Task, recipe: Recipe, backend: str | None, device: torch.device) -> Plan:
     """Apply a recipe to a throw-away model: whatever does not fit shows before any training."""
     seed_generators(0)
-    return apply_recipe(task.build_model().to(device), recipe, backend=backend)
+    model = task.build_model().to(device)
+    return apply_recipe(model, recipe, backend=backend, rows=rows_for(recipe, task, model))
 
 
 def _time_steps(

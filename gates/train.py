@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from ..precision.errors import NarrowgateError
 from .arithmetic import Arithmetic
 from .batches import fingerprint, length, tensors, to_device, weights_fingerprint
+from .rows import rows_for
 from .task import Prediction, Task, make_optimizer
 
 if TYPE_CHECKING:
@@ -138,7 +139,8 @@ class Arm:
             if self.recipe is not None:
                 from ..recipes import apply_recipe
 
-                self._plan = apply_recipe(fresh, self.recipe, backend=self.backend, seed=seed)
+                rows = rows_for(self.recipe, self.task, fresh)
+                self._plan = apply_recipe(fresh, self.recipe, backend=self.backend, seed=seed, rows=rows)
             self._callable = compile_model(fresh) if self.compiled else fresh
         else:
             self._model.to(self.device)

@@ -1,0 +1,65 @@
+"""Rows of each layer in one step of a task: what ``when: profitable`` is decided by, alike in every arm and seed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..precision.errors import NarrowgateError
+from ..recipes import measure_rows, trace_gemms
+from .arithmetic import Arithmetic
+from .batches import to_device
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from ..recipes import GemmTrace
+    from ..recipes.recipe import Recipe
+    from .task import Task
+
+
+def trace_rows(task: Task, model: nn.Module) -> dict[str, int]:
+    """Return the rows that every linear layer of ``model`` multiplies in one training batch, by layer name.
+
+    The batch is the first of seed 0, whatever the seed of the run: a decision by rows does not depend on the shuffle.
+
+    Args:
+        task: whose batches and loss; it is asked for nothing else.
+        model: as ``task.build_model()`` returned it, on the device of its batches.
+
+    Raises:
+        NarrowgateError: the task has no batch, or its loss reaches no layer of the model.
+    """
+    return measure_rows(model, _step(task, model))
+
+
+def trace_step(task: Task, model: nn.Module) -> GemmTrace:
+    """Return every matrix product of one training batch's forward, of the same batch as :func:`trace_rows`.
+
+    Raises:
+        NarrowgateError: the task has no batch, or its loss multiplies nothing in the model.
+    """
+    return trace_gemms(model, _step(task, model))
+
+
+def _step(task: Task, model: nn.Module) -> Callable[[], Tensor]:
+    batch = next(iter(task.train_batches(0)), None)
+    if batch is None:
+        raise NarrowgateError("train_batches(0) yielded no batch, expected one to trace")
+    parameter = next(model.parameters(), None)
+    device = torch.device("cpu") if parameter is None else parameter.device
+    batch = to_device(batch, device)
+
+    def loss() -> Tensor:
+        with Arithmetic.of(device).context():
+            return task.loss(model, batch)
+
+    return loss
+
+
+def rows_for(recipe: Recipe, task: Task, model: nn.Module) -> dict[str, int] | None:
+    """Return :func:`trace_rows` where ``recipe`` decides by it, else None."""
+    profitable = any(rule.when == "profitable" for rule in recipe.flatten().rules)
+    return trace_rows(task, model) if profitable else None
