@@ -21,11 +21,13 @@ if TYPE_CHECKING:
     from .rows import measure_rows
     from .schema import recipe_schema, recipe_schema_text
     from .state import RecipeState, load_recipe_state, recipe_state
+    from .tracing import GemmTrace, TracedGemm, trace_gemms
     from .validate import Validation, validate_file
 
 _HOMES = {
     "Activations": ".recipe",
     "Diagnostic": ".errors",
+    "GemmTrace": ".tracing",
     "LayerPlan": ".plan",
     "OptimizerState": ".recipe",
     "Origin": ".plan",
@@ -37,6 +39,7 @@ _HOMES = {
     "Rule": ".recipe",
     "Shards": ".recipe",
     "Spec": "..precision.spec",
+    "TracedGemm": ".tracing",
     "Validation": ".validate",
     "apply_recipe": ".apply",
     "builtin_names": ".load",
@@ -54,12 +57,14 @@ _HOMES = {
     "recipe_state": ".state",
     "remove_recipe": ".apply",
     "resolve": ".resolution",
+    "trace_gemms": ".tracing",
     "validate_file": ".validate",
 }
 
 __all__ = [
     "Activations",
     "Diagnostic",
+    "GemmTrace",
     "LayerPlan",
     "OptimizerState",
     "Origin",
@@ -71,6 +76,7 @@ __all__ = [
     "Rule",
     "Shards",
     "Spec",
+    "TracedGemm",
     "Validation",
     "apply_recipe",
     "builtin_names",
@@ -88,6 +94,7 @@ __all__ = [
     "recipe_state",
     "remove_recipe",
     "resolve",
+    "trace_gemms",
     "validate_file",
 ]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ..precision.capability import Device, Support
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from .targets import Unreachable
+    from .tracing import GemmTrace
 
 PLAN_VERSION = 1
 #: Native FP8 GEMMs take multiples of this many elements.
@@ -157,6 +158,12 @@ class Plan:
     rows: Mapping[str, int] | None = None
     #: What prices were predicted from; None where nothing was measured on the device.
     rates: Rates | None = None
+    #: Every product of one step (:func:`narrowgate.recipes.trace_gemms`); None where no step was traced.
+    trace: GemmTrace | None = None
+
+    def with_trace(self, trace: GemmTrace) -> Plan:
+        """Return this plan with a traced step: shares are of its FLOPs, and products out of reach are listed."""
+        return replace(self, trace=trace)
 
     @property
     def no_prices(self) -> str | None:
@@ -214,21 +221,27 @@ class Plan:
 
     @property
     def weighted(self) -> bool:
-        """Whether the rows of every layer are known, and some layer has any."""
+        """Whether a step was traced, or the rows of every layer are known and some layer has any."""
+        if self.trace is not None:
+            return True
         rows = self.rows or {}
         return all(layer.name in rows for layer in self.layers) and any(rows.values())
 
     def flops_share(self) -> dict[str, float]:
         """Return the share of the targets' GEMM FLOPs in each pair of formats, largest first; sums to 1.
 
-        Weighted by the rows that each layer multiplies, where they are known for all; else for one row a layer.
+        Of the FLOPs that a traced step had, else weighted by the rows that each layer multiplies, where they are known
+        for all, else for one row a layer. Without a trace products of two tensors count for nothing: their size is
+        unknown.
         """
         flops: Counter[str] = Counter()
         weighted = self.weighted
+        traced = self.trace.by_layer() if self.trace is not None else None
         for layer in self.layers:
             rows = self.rows[layer.name] if weighted and self.rows is not None else 1
+            own = traced.get(layer.name, 0) if traced is not None else layer.flops_per_row * rows
             for _, gemm in layer.config.gemms():
-                flops[format_pair(gemm)] += layer.flops_per_row * rows
+                flops[format_pair(gemm)] += own
         total = sum(flops.values())
         return {pair: count / total for pair, count in flops.most_common()} if total else {}
 
@@ -270,6 +283,7 @@ class Plan:
             "no_prices": self.no_prices,
             "totals": totals.to_dict() if (totals := self.totals()) is not None else None,
             "layers": [layer.to_dict() for layer in self.layers],
+            "trace": self.trace.to_dict() if self.trace is not None else None,
             "unreachable": [entry.to_dict() for entry in self.unreachable],
             "warnings": [warning.to_dict() for warning in self.warnings],
         }

@@ -125,6 +125,13 @@ def _notes(plan: Plan) -> list[str]:
         first = padded[0].name or "(root)"
         notes.append(f"padded to multiples of 16: {len(padded)} layer{'s' if len(padded) > 1 else ''}, first {first}")
     notes += [str(finding) for finding in inexpressible_in_plan(plan)]
+    if plan.trace is not None:
+        notes.append(f"rules reach {plan.trace.reachable_share:.1%} of the FLOPs of a traced step")
+        notes += [
+            f"not reachable: {gemm.op} at {gemm.site}{f' in {gemm.module}' if gemm.module else ''}, "
+            f"{plan.trace.share(gemm):.1%} of the FLOPs: {gemm.reason}"
+            for gemm in plan.trace.unreachable
+        ]
     notes += [f"not reachable: {e.name or '(root)'} ({e.type}): {e.reason}" for e in plan.unreachable]
     notes += [str(warning) for warning in plan.warnings]
     return notes

@@ -90,6 +90,14 @@ class GemmTrace:
         """Share of the FLOPs that rules reach; 0 where nothing was multiplied."""
         return 1 - sum(map(self.share, self.unreachable)) if self.flops else 0.0
 
+    def by_layer(self) -> dict[str, int]:
+        """FLOPs of each target that multiplied anything, by its name."""
+        flops: dict[str, int] = {}
+        for gemm in self.gemms:
+            if gemm.layer is not None:
+                flops[gemm.layer] = flops.get(gemm.layer, 0) + gemm.flops
+        return flops
+
     def share(self, gemm: TracedGemm) -> float:
         """Share of all FLOPs that ``gemm`` has, from 0 to 1."""
         return gemm.flops / self.flops if self.flops else 0.0
@@ -179,6 +187,8 @@ class _Recorder(TorchDispatchMode):
         # Attention's module multiplies two things: its projections, which are targets, and scores.
         within = isinstance(module, nn.MultiheadAttention) and op not in ("mm", "addmm", "linear")
         if module is not None and id(module) in self.layers and not within and fused is None:
+            if isinstance(module, nn.MultiheadAttention) and not _below("_in_projection_packed", "_project"):
+                module = module.out_proj
             return name, self.layers[id(module)], None
         return name, None, fused or (None if within else self.reasons.get(name)) or _FREE
 
@@ -214,6 +224,16 @@ def _flops(op: str, args: tuple[Any, ...], out: Any) -> int | None:
 
 def _product(a: Tensor, b: Tensor) -> int:
     return 2 * prod(a.shape) * b.shape[-1]
+
+
+def _below(*functions: str) -> bool:
+    """Whether one of ``functions`` is running."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name in functions:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _call_site(op: str) -> tuple[str, str, int, str]:

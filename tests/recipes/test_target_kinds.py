@@ -136,7 +136,7 @@ def test_rows_and_the_trace_see_every_kind(model, x):
     }  # fmt: skip
     for _ in range(2):  # as it is, and lowered
         trace = trace_gemms(model, lambda: model(x))
-        assert {gemm.layer for gemm in trace.gemms if gemm.layer} >= {"attn.in_proj", "pairs", "experts", "head"}
+        assert {gemm.layer for gemm in trace.gemms if gemm.layer} == set(NAMES)
         assert [gemm.module for gemm in trace.unreachable] == ["attn"]  # scores and values, fused
         if not lowered(model):
             apply_recipe(model, EVERY)
@@ -174,3 +174,16 @@ def test_a_transformer_encoder_layer_evaluates_through_its_lowered_layers(only):
     remove_recipe(layer)
     assert not layer._forward_pre_hooks
     torch.testing.assert_close(layer(x), before)
+
+
+def test_a_traced_plan_says_what_is_not_reached_and_shares_the_flops_of_the_step(model, x):
+    plan = resolve(recipe(Rule(layers="pairs", all="fp8_e4m3")), model).with_trace(trace_gemms(model, lambda: model(x)))
+    projections, products = 2 * 20 * 32 * (96 + 32), 2 * 2 * 4 * 5 * 5 * 32
+    total = projections + products + 2 * 20 * 32 * 16 + 2 * 20 * 16
+    assert plan.flops_share()["fp8_e4m3"] == pytest.approx(products / total)
+    text = plan.to_text()
+    assert "not reachable: _scaled_dot_product_flash_attention_for_cpu" in text or "scaled_dot_product" in text
+    assert "test_target_kinds.py:" in text
+    assert "rules reach 9" in text
+    (entry,) = [gemm for gemm in plan.to_dict()["trace"]["gemms"] if gemm["layer"] is None]
+    assert entry["share"] == pytest.approx(1 - plan.trace.reachable_share)
