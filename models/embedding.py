@@ -11,6 +11,12 @@ from .features import FeatureSpec
 from .functional import linear
 
 
+def init_table(weight: Tensor) -> None:
+    """Initialize an embedding table ``[rows, d]`` as DLRM does: the rarer its rows are read, the smaller they start."""
+    bound = weight.shape[0] ** -0.5
+    nn.init.uniform_(weight, -bound, bound)
+
+
 class SparseArch(nn.Module):
     """Embedding tables, shared by name, and the feature tokens of a row."""
 
@@ -21,7 +27,7 @@ class SparseArch(nn.Module):
         tables = {name: nn.Embedding(rows, d) for name, rows in features.tables().items()}
         bags = {field.name: nn.EmbeddingBag(field.rows, d, mode="sum", padding_idx=0) for field in features.bags}
         for table in (*tables.values(), *bags.values()):
-            nn.init.normal_(table.weight, std=d**-0.5)
+            init_table(table.weight)
         for bag in bags.values():
             nn.init.zeros_(bag.weight[0].detach())
         self.tables = nn.ModuleDict(tables)
@@ -48,7 +54,7 @@ class EventEncoder(nn.Module):
     def __init__(self, config: GemConfig) -> None:
         super().__init__()
         self.position = nn.Embedding(config.max_events + 1, config.d)
-        nn.init.normal_(self.position.weight, std=config.d**-0.5)
+        init_table(self.position.weight)
 
     def forward(self, batch: Batch, sparse: SparseArch) -> Tensor:
         """Return [T, d], FP32; dead tokens are arbitrary."""

@@ -57,7 +57,7 @@ _PRESETS = (
     Preset(
         name="gem-tiny",
         model=GemConfig(
-            d=32, heads=2, layers=1, max_tokens=12, fm_rank=16, fm_hidden=(128,), pffn_tokens=4, head_hidden=32
+            d=32, heads=2, layers=1, max_tokens=16, fm_rank=16, fm_hidden=(128,), pffn_tokens=4, head_hidden=32
         ),
         training=TrainingConfig(batch_size=512, eval_batch_size=4096, steps=88, epochs=1, lr=1.2e-2),
         synthetic=SyntheticConfig(users=2000, items=500, impressions=50),
