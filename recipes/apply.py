@@ -101,11 +101,12 @@ def apply_recipe(
     if plan.lowered and not there:
         raise NarrowgateError(f"backend {runs_on.name}: {reason}")
     targets, _ = find_targets(model)
+    where = next((parameter.device for parameter in model.parameters()), None)
     done: list[nn.Module] = []
     try:
         for target, layer in zip(targets, plan.layers, strict=True):
             if not layer.config.high_precision:
-                runs_on.lower(target.module, layer.config, name=layer.name, seed=seed)
+                runs_on.lower(target.module, layer.config, name=layer.name, seed=seed, device=where)
                 done.append(target.module)
         runs_on.attach(unwrap(model), [layer.config for layer in plan.lowered])
     except BaseException:  # never leave half a model behind

@@ -13,6 +13,7 @@ from ..config import OPERANDS, GemmConfig, LinearConfig
 from ..spec import Spec
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
 #: FP8 matrix units multiply sizes that are multiples of this many elements.
@@ -68,8 +69,23 @@ class Backend(ABC):
         """Return whether ``module`` was lowered by this backend."""
 
     @abstractmethod
-    def lower(self, module: nn.Module, config: LinearConfig, *, name: str = "", seed: int = 0) -> None:
+    def lower(
+        self,
+        module: nn.Module,
+        config: LinearConfig,
+        *,
+        name: str = "",
+        seed: int = 0,
+        device: torch.device | None = None,
+    ) -> None:
         """Make ``module`` run ``config``, in place: Parameters, names, hooks and ``isinstance(m, nn.Linear)`` stay.
+
+        Args:
+            module: the layer.
+            config: its three GEMMs.
+            name: its name in its model, for its errors and random streams.
+            seed: seed of the random streams.
+            device: where a module without Parameters will run; the others run where their weight lies.
 
         Raises:
             NarrowgateError: the module is low-precision already, has a forward of its own, or the library is missing.

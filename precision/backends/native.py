@@ -10,6 +10,7 @@ from ..config import GemmConfig, LinearConfig
 from .base import Backend, LayerFacts
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
 
@@ -37,7 +38,15 @@ class NativeBackend(Backend):
 
         return isinstance(module, LowPrecisionLayer)
 
-    def lower(self, module: nn.Module, config: LinearConfig, *, name: str = "", seed: int = 0) -> None:
+    def lower(
+        self,
+        module: nn.Module,
+        config: LinearConfig,
+        *,
+        name: str = "",
+        seed: int = 0,
+        device: torch.device | None = None,
+    ) -> None:
         """Swap the module's class: linear layers, grouped experts, attention's projections, batched products."""
         from torch import nn
 
@@ -47,7 +56,7 @@ class NativeBackend(Backend):
         from ..matmul import MatMul, lower_matmul
 
         if isinstance(module, MatMul):
-            lower_matmul(module, config, name=name, seed=seed)
+            lower_matmul(module, config, name=name, seed=seed, device=device or "cpu")
         elif isinstance(module, GroupedLinear):
             lower_grouped(module, config, name=name, seed=seed)
         elif isinstance(module, nn.MultiheadAttention):

@@ -26,6 +26,7 @@ from ..spec import Spec
 from .base import ALIGNMENT, Backend, LayerFacts, not_linear, operands, unaligned
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
 #: Elements that share an MX scale; torchao wants every size a multiple of it.
@@ -77,7 +78,15 @@ class TorchaoBackend(Backend):
 
         return isinstance(module, TorchaoLinear)
 
-    def lower(self, module: nn.Module, config: LinearConfig, *, name: str = "", seed: int = 0) -> None:
+    def lower(
+        self,
+        module: nn.Module,
+        config: LinearConfig,
+        *,
+        name: str = "",
+        seed: int = 0,
+        device: torch.device | None = None,
+    ) -> None:
         """Swap the module's class; ``seed`` is not used, as nothing that torchao can express is random."""
         there, reason = self.available()
         if not there:

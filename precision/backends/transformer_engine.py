@@ -34,6 +34,7 @@ from ..spec import Spec
 from .base import ALIGNMENT, Backend, LayerFacts, not_linear, operands, unaligned
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
 #: Tensor -> the (path, operand) of its row-wise and of its column-wise data.
@@ -99,7 +100,15 @@ class TransformerEngineBackend(Backend):
 
         return isinstance(module, TransformerEngineLinear)
 
-    def lower(self, module: nn.Module, config: LinearConfig, *, name: str = "", seed: int = 0) -> None:
+    def lower(
+        self,
+        module: nn.Module,
+        config: LinearConfig,
+        *,
+        name: str = "",
+        seed: int = 0,
+        device: torch.device | None = None,
+    ) -> None:
         """Swap the module's class; ``seed`` is not used, as nothing that is expressible is random."""
         there, reason = self.available()
         if not there:

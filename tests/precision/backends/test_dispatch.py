@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from narrowgate.precision import NAMED_DEVICES, NarrowgateError
-from narrowgate.precision.backends import BACKENDS, Backend, backend_of, get_backend
+from narrowgate.precision.backends import BACKENDS, Backend, LayerFacts, backend_of, get_backend, original_type
 from narrowgate.recipes import Recipe, RecipeError, Rule, apply_recipe, recipe_state, remove_recipe, resolve
 from narrowgate.recipes.recipe import BACKENDS as NAMES
 from torch import nn
@@ -119,3 +119,19 @@ def test_doctor_tells_what_each_backend_does_with_each_kind_of_layer():
             "not installed" in facts["transformer_engine"]["reason"]
             or "no GPU" in facts["transformer_engine"]["reason"]
         )
+
+
+def test_our_own_backend_lowers_every_kind_of_layer_and_the_others_refuse_all_but_linear(layer_config):
+    from narrowgate.precision import GroupedLinear, MatMul
+
+    config = layer_config(fprop=("fp8_e4m3", "fp8_e4m3"))
+    for module in (nn.Linear(32, 32), MatMul(), GroupedLinear(2, 32, 32), nn.MultiheadAttention(32, 4)):
+        kind = type(module)
+        BACKENDS["native"].lower(module, config, name="x", device=torch.device("cpu"))
+        assert backend_of(module) is BACKENDS["native"]
+        assert original_type(module) is kind
+        BACKENDS["native"].restore(module)
+        assert type(module) is kind
+    facts = LayerFacts("x", 32, 32, linear=False)
+    for name in ("torchao", "transformer_engine"):
+        assert "nn.Linear only" in BACKENDS[name].inexpressible(config, facts, None)["layers"]

@@ -133,6 +133,7 @@ def test_delayed_scales_of_transformer_engine_follow_the_data(ready, configs):
         backend.lower(layer, configs["delayed"], name=str(index))
     backend.attach(model, [configs["delayed"]])
     x = torch.randn(512, K, device="cuda", dtype=torch.bfloat16)
+    y = model(x)
     for _ in range(4):
         model.zero_grad()
         y = model(x)
