@@ -183,6 +183,7 @@ def device_rates(device: Device) -> Rates | None:
 @lru_cache(maxsize=1)
 def shipped_rates() -> Mapping[str, Rates]:
     """Return the shipped rates by device name."""
+    assert __package__ is not None
     folder = resources.files(__package__) / "devices"
     files = sorted((entry for entry in folder.iterdir() if entry.name.endswith(".json")), key=lambda entry: entry.name)
     tables = [_parse(entry.read_text(encoding="utf-8"), f"<devices>/{entry.name}") for entry in files]

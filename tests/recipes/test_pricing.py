@@ -28,12 +28,11 @@ from narrowgate.recipes import (
     validate_file,
 )
 from narrowgate.recipes.pricing import LayerPrice, Unpriced, cast_bytes, price_layer, shares_codes
-from narrowgate.recipes.rates import VARIANTS, device_rates, variant_of
+from narrowgate.recipes.rates import VARIANTS, Rates, device_rates, shipped_rates, variant_of
 from torch import nn
 
 H200 = NAMED_DEVICES["h200"]
-RATES = device_rates(H200)
-assert RATES is not None
+RATES = shipped_rates()[H200.name]
 
 
 def all_paths(text: str, accumulate: str = "accurate") -> LinearConfig:
@@ -41,8 +40,8 @@ def all_paths(text: str, accumulate: str = "accurate") -> LinearConfig:
     return LinearConfig(gemm, gemm, gemm)
 
 
-def price(config: LinearConfig, *shape: int, native: dict[str, bool] | None = None) -> LayerPrice:
-    found = price_layer(config, *shape, RATES, native)
+def price(config: LinearConfig, m: int, k: int, n: int, native: dict[str, bool] | None = None) -> LayerPrice:
+    found = price_layer(config, m, k, n, RATES, native)
     assert isinstance(found, LayerPrice)
     return found
 
@@ -75,6 +74,12 @@ def rates_file(tmp_path, **changes):
 # Rates between measured shapes.
 
 
+def predicted(rates: Rates, variant: str, *shape: int) -> float:
+    tflops = rates.tflops(variant, *shape)
+    assert tflops is not None
+    return tflops
+
+
 def test_a_measured_shape_has_its_measured_rate():
     assert set(RATES.gemms) == set(VARIANTS)
     for variant, shapes in RATES.gemms.items():
@@ -85,13 +90,13 @@ def test_a_measured_shape_has_its_measured_rate():
 
 def test_a_rate_lies_between_its_measured_neighbours_and_is_continuous(tmp_path):
     rates = load_rates(rates_file(tmp_path))
-    path = [rates.tflops("bf16", 2**e, 2**e, 2**e) for e in (9, 10, 10.5, 11, 11.5, 12, 12.5, 13, 14)]
+    path = [predicted(rates, "bf16", *[round(2**e)] * 3) for e in (9, 10, 10.5, 11, 11.5, 12, 12.5, 13, 14)]
     assert path[1:-1] == sorted(path[1:-1])
     assert path[1] == pytest.approx(400.0)
     assert all(400.0 - 1e-9 <= tflops <= 800.0 + 1e-9 for tflops in path)
-    near = rates.tflops("bf16", 1025, 1024, 1024)
+    near = predicted(rates, "bf16", 1025, 1024, 1024)
     assert near == pytest.approx(400.0, rel=1e-3)
-    middle = rates.tflops("fp8_tensor/accurate", 2896, 2896, 2896) / rates.tflops("bf16", 2896, 2896, 2896)
+    middle = predicted(rates, "fp8_tensor/accurate", *[2896] * 3) / predicted(rates, "bf16", *[2896] * 3)
     assert middle == pytest.approx(math.sqrt(1.5 * 2.0), rel=1e-3)
     assert rates.tflops("fp8_row/fast", 1024, 1024, 1024) is None
     assert not rates.within(512, 1024, 1024)
@@ -104,7 +109,7 @@ def test_leaving_a_shape_out_predicts_it_within_the_documented_error():
     for shape in RATES.gemms["bf16"]:
         gemms = {v: {s: r for s, r in rows.items() if s != shape} for v, rows in RATES.gemms.items() if len(rows) > 1}
         without = replace(RATES, gemms=gemms)
-        errors += [abs(without.tflops(v, *shape) / RATES.gemms[v][shape] - 1) for v in gemms]
+        errors += [abs(predicted(without, v, *shape) / RATES.gemms[v][shape] - 1) for v in gemms]
     assert sorted(errors)[len(errors) // 2] < 0.05
     assert max(errors) < 0.6
 
@@ -240,7 +245,9 @@ def test_a_device_without_measurements_has_no_rates(tower):
 def test_the_users_own_file_prices_any_device(tower, tmp_path):
     plan = resolve("fp4-naive", tower, device=NAMED_DEVICES["b200"], rows=64, rates=rates_file(tmp_path))
     assert "rates measured on Test device, 2026-01-01" in plan.to_text()
-    assert plan.totals().layers == 6
+    totals = plan.totals()
+    assert totals is not None
+    assert totals.layers == 6
 
 
 @pytest.mark.parametrize(
@@ -311,7 +318,10 @@ def test_a_profitable_layer_that_does_not_pay_stays_in_bf16_and_the_plan_says_wh
     assert "(profitable)" in text
     assert plan.to_dict()["layers"][1]["kept"] == small.kept
     totals = plan.totals()
-    assert totals.gain_us == pytest.approx(plan.layers[0].price.gain_us)
+    large = plan.layers[0].price
+    assert isinstance(large, LayerPrice)
+    assert totals is not None
+    assert totals.gain_us == pytest.approx(large.gain_us)
     assert json.loads(plan.to_json())["totals"]["ratio"] == pytest.approx(totals.ratio)
 
 
