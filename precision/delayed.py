@@ -109,6 +109,6 @@ def roll(histories: Sequence[AmaxHistory], group: ProcessGroup | None = None) ->
         entries = [histories[i].history for i in indices]
         held, newest = torch.stack(entries), torch.stack([pending[i] for i in indices]).unsqueeze(1)
         rolled = torch.where(newest >= 0, torch.cat((newest, held[:, :-1]), 1), held)
-        torch._foreach_copy_(entries, list(rolled.unbind()))
+        torch._foreach_copy_(entries, list(rolled.unbind()))  # type: ignore[attr-defined]
     cleared = [history.pending for history in histories]
-    torch._foreach_copy_(cleared, [torch.full_like(pending[0], _NOTHING)] * len(cleared))
+    torch._foreach_copy_(cleared, [torch.full_like(pending[0], _NOTHING)] * len(cleared))  # type: ignore[attr-defined]

@@ -101,8 +101,9 @@ class LayerState:
             return self._outstanding.pop(), False
         draw = self.draw
         if training:
-            # A new tensor, not an update in place: a compiled backward may recompute from the tensor it was given.
-            self.draw = draw + 1
+            if self.stochastic:
+                # A new tensor, not an update in place: a compiled backward may recompute from the tensor it was given.
+                self.draw = draw + 1
             if not recomputing and not torch.compiler.is_compiling():
                 self._outstanding.append(draw)
         return draw, training

@@ -39,14 +39,7 @@ __all__ = [
     "lower_linear",
     "original_type",
     "restore_linear",
-    "unsupported",
 ]
-
-
-def unsupported(config: LinearConfig) -> str | None:
-    """Say what of ``config`` a linear layer cannot run; None, as it runs all of the language."""
-    del config
-    return None
 
 
 class LowPrecisionLinear(LowPrecisionLayer, nn.Linear):

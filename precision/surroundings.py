@@ -8,8 +8,7 @@ from torch import nn
 
 from .attention import lower_attention
 from .config import LinearConfig
-from .layer import LowPrecisionLayer, layer_state, restore_layer
-from .matmul import LowPrecisionMatMul
+from .layer import LowPrecisionLayer, restore_layer
 
 
 def prepare_model(model: nn.Module) -> None:
@@ -19,13 +18,9 @@ def prepare_model(model: nn.Module) -> None:
       too, with its input projection left as it is.
     - ``nn.TransformerEncoderLayer`` multiplies all its weights itself in evaluation: a hook that does nothing makes it
       call its layers, as for any module with hooks.
-    - A product has no Parameter to lie with: it is placed where the model is.
     """
-    device = next((parameter.device for parameter in model.parameters()), None)
     for name, module in list(model.named_modules()):
-        if isinstance(module, LowPrecisionMatMul) and device is not None:
-            layer_state(module).place(device)
-        elif isinstance(module, nn.MultiheadAttention) and not isinstance(module, LowPrecisionLayer):
+        if isinstance(module, nn.MultiheadAttention) and not isinstance(module, LowPrecisionLayer):
             if isinstance(module.out_proj, LowPrecisionLayer):
                 lower_attention(module, LinearConfig(), name=f"{name}.in_proj" if name else "in_proj")
         elif isinstance(module, nn.TransformerEncoderLayer):

@@ -22,7 +22,7 @@ from .rates import Rates
 from .recipe import BACKENDS, Recipe
 from .resolution import resolve
 from .rows import measure_rows
-from .runnable import inexpressible_in_plan, not_built_in_parts, not_built_in_plan
+from .runnable import inexpressible_in_plan, not_built_in_parts
 from .targets import find_targets, named_modules, unwrap
 
 #: Where a module that a recipe was applied to keeps its :class:`Applied`; a plain attribute, never in ``state_dict()``.
@@ -90,7 +90,7 @@ def apply_recipe(
             raise NarrowgateError("found both rows and sample, expected one of them")
         rows = measure_rows(unwrap(model), sample)
     plan = resolve(loaded, model, device=device, backend=backend, rows=rows, rates=rates)
-    missing = [*not_built_in_parts(loaded, backend), *not_built_in_plan(plan)]
+    missing = not_built_in_parts(loaded, backend)
     if missing:
         raise NotBuiltError("\n".join(str(finding) for finding in missing))
     unusable = inexpressible_in_plan(plan) or undecided(plan)

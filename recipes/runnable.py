@@ -6,11 +6,10 @@ from collections.abc import Iterator
 
 from ..precision.backends import LayerFacts, get_backend
 from ..precision.config import OPERANDS, GemmConfig, LinearConfig
-from ..precision.linear import unsupported
 from ..precision.spec import Spec
 from .errors import Diagnostic
 from .plan import Plan
-from .recipe import FIELDS, Recipe, Rule, at_rule
+from .recipe import Recipe, Rule, at_rule
 
 
 def not_built_in_recipe(recipe: Recipe, backend: str | None = None) -> list[Diagnostic]:
@@ -20,27 +19,9 @@ def not_built_in_recipe(recipe: Recipe, backend: str | None = None) -> list[Diag
     chosen = get_backend(backend or flat.backend or "native")
     for index, rule in enumerate(flat.rules):
         config = rule_config(rule)
-        if chosen.name == "native":
-            reason = unsupported(config)
-            if reason is not None:
-                findings.append(at_rule(flat, index, *_field_of(reason)))
         for field, why in chosen.inexpressible(config, None, None).items():
             findings.append(at_rule(flat, index, field, f"{chosen.name} cannot express it: {why}"))
     return findings
-
-
-def not_built_in_plan(plan: Plan) -> list[Diagnostic]:
-    """Return what of a plan its layers cannot run yet, each at the rule that asked for it."""
-    findings: dict[Diagnostic, None] = {}
-    for layer in plan.layers:
-        if layer.config.high_precision:
-            continue
-        reason = unsupported(layer.config) if plan.backend == "native" else None
-        if reason is not None:
-            name, message = _field_of(reason)
-            rule = layer.origin[name].rule if name in layer.origin else None
-            findings[at_rule(plan.recipe, rule, name, message)] = None
-    return list(findings)
 
 
 def inexpressible_in_plan(plan: Plan) -> list[Diagnostic]:
@@ -125,9 +106,3 @@ def rule_config(rule: Rule) -> LinearConfig:
         assert isinstance(second, Spec)
         gemms[path] = GemmConfig(first, second, str(settings.get(f"{path}.accumulate", "accurate")))
     return LinearConfig(**gemms)
-
-
-def _field_of(reason: str) -> tuple[str, str]:
-    """Split ``path.operand: reason``; a reason without a field belongs to the whole layer."""
-    name, colon, message = reason.partition(": ")
-    return (name, message) if colon and name in FIELDS else ("layers", reason)

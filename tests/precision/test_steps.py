@@ -304,3 +304,23 @@ def test_an_old_forward_without_backward_does_not_confuse_a_recompute():
     x.grad = None
     got.sum().backward()
     assert torch.equal(x.grad, dx)
+
+
+def test_a_checkpointed_region_inside_a_compiled_one_is_recorded_once():
+    eager, traced = lowered(DELAYED), lowered(DELAYED)
+
+    def region(x):
+        return torch.utils.checkpoint.checkpoint(lambda t: torch.tanh(traced(torch.tanh(t))), x, use_reentrant=False)
+
+    compiled = torch.compile(region, fullgraph=True, backend="aot_eager")
+    for amax in (1.0, 3.0, 2.0):
+        grads = []
+        for run in (lambda t: torch.tanh(eager(torch.tanh(t))), compiled):
+            x = tensor(amax).requires_grad_()
+            run(x).sum().backward()
+            grads.append(x.grad)
+        torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-5)
+        for layer in (eager, traced):
+            end_step(layer)
+    for key, value in linear_state(eager).items():
+        torch.testing.assert_close(linear_state(traced)[key], value, rtol=1e-5, atol=1e-5)
