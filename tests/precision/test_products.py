@@ -319,3 +319,37 @@ def test_lowering_twice_is_refused_and_restoring_gives_the_class_back(make):
     restore_layer(module)
     assert type(module) is original
     assert not isinstance(module, LowPrecisionLayer)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", ["row", "delayed, stochastic", "block", "mxfp8"])
+def test_on_the_gpu_products_agree_with_the_same_codes_on_the_cpu(name, compiled):
+    a, b = leaves((3, 32, 48), (3, 48, 64))
+    host, device = matmul(name), matmul(name).cuda()
+    run = torch.compile(device, fullgraph=True) if compiled else device
+    c, d = (t.detach().cuda().requires_grad_() for t in (a, b))
+    y, z = host(a, b), run(c, d)
+    grad = torch.randn(y.shape)
+    wants = (y, *torch.autograd.grad(y, [a, b], grad))
+    for want, got in zip(wants, (z, *torch.autograd.grad(z, [c, d], grad.cuda())), strict=True):
+        assert close(got.cpu(), want, 5e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [attention, experts])
+def test_on_the_gpu_attention_and_experts_train_as_on_the_cpu(kind):
+    host = kind("delayed")
+    device = copy.deepcopy(host).cuda()
+    for _ in range(2):
+        if kind is attention:
+            x = torch.randn(6, 3, 32)
+            want, got = host(x, x, x)[0], device(*[x.cuda()] * 3)[0]
+        else:
+            x = torch.randn(16, 24)
+            want, got = host(x, OFFSETS), device(x.cuda(), OFFSETS.cuda())
+        assert close(got.cpu(), want, 2e-2)
+        for module, y in ((host, want), (device, got)):
+            y.sum().backward()
+            torch.optim.SGD(module.parameters(), lr=0.0).step()
+    assert all(value.is_cuda for value in layer_state(device).state_dict().values())
