@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from narrowgate.precision import (
     GemmConfig,
     LinearConfig,

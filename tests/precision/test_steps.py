@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from narrowgate.precision import GemmConfig, LinearConfig, LowPrecisionLinear, call_key, lower_linear, stream_key
 from narrowgate.precision.layer import end_step, layer_state
 from narrowgate.precision.linear import linear_state, load_linear_state
