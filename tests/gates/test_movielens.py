@@ -28,6 +28,7 @@ def gate(tmp_path: Path, *arguments: str) -> tuple[int, dict]:
     return int(ended.value.code or 0), json.loads((tmp_path / "report.json").read_text())
 
 
+@pytest.mark.timeout(900)
 def test_a_sound_recipe_gets_a_paired_interval_and_no_speed_without_a_gpu(source: str, tmp_path: Path) -> None:
     code, report = gate(tmp_path, "gem-fp8", "--data", source, "--steps", "20")
     assert code == 3
@@ -42,8 +43,9 @@ def test_a_sound_recipe_gets_a_paired_interval_and_no_speed_without_a_gpu(source
     assert any("no GPU" in reason["text"] for reason in report["reasons"])
 
 
+@pytest.mark.timeout(900)
 def test_fp4_rounded_to_nearest_everywhere_is_rejected_on_quality(source: str, tmp_path: Path) -> None:
-    code, report = gate(tmp_path, "fp4-naive", "--data", source)
+    code, report = gate(tmp_path, "fp4-naive", "--data", source, "--steps", "40")
     assert code == 1
     assert report["verdict"] == "reject"
     failed = {g["name"] for g in report["gates"] if g["status"] == "fail"}
