@@ -7,6 +7,7 @@ a plain attribute that no ``state_dict()`` sees.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from functools import cache
 from typing import Any, TypeVar
@@ -65,9 +66,9 @@ class SwappedLinear(nn.Linear):
             out = out[:rows] if missing else out
         return out.reshape(*input.shape[:-1], self.out_features)
 
+    @abstractmethod
     def multiply(self, flat: Tensor, state: Any) -> Tensor:
         """Return ``flat`` Wᵀ + bias for ``flat`` [rows, K] with rows > 0 and a multiple of ``row_multiple``."""
-        raise NotImplementedError
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SwappedLinear:
         module = super()._apply(fn, recurse)  # type: ignore[call-arg]
