@@ -59,7 +59,7 @@ _PRESETS = (
         model=GemConfig(
             d=32, heads=2, layers=1, max_tokens=16, fm_rank=16, fm_hidden=(128,), pffn_tokens=4, head_hidden=32
         ),
-        training=TrainingConfig(batch_size=512, eval_batch_size=4096, steps=72, epochs=1, lr=2e-3),
+        training=TrainingConfig(batch_size=512, eval_batch_size=4096, steps=72, epochs=1, lr=2.5e-3),
         synthetic=SyntheticConfig(users=2000, items=500, impressions=50),
     ),
     Preset(
