@@ -109,20 +109,27 @@ def test_evaluation_and_inference_mode(pair, name):
 
 
 @pytest.mark.parametrize("name", ["torchao", "transformer_engine"])
-def test_compiled_equals_eager(pair, run_layer, name):
+def test_compiled_agrees_with_eager(pair, run_layer, name):
     _, theirs = pair(name, "tensor")
+    plain = nn.Linear(K, N, device="cuda", dtype=torch.bfloat16)
+    plain.load_state_dict(theirs.state_dict())
     model = nn.Sequential(theirs, nn.GELU())
     compiled = torch.compile(model, fullgraph=name == "torchao")  # Transformer Engine breaks the graph
     x = torch.randn(64, K, device="cuda", dtype=torch.bfloat16)
-    results = []
-    for run in (model, compiled):
+
+    def run(module, linear):
         inner = x.clone().requires_grad_()
-        model.zero_grad()
-        y = run(inner)
-        y.sum().backward()
-        results.append((y.detach(), inner.grad, theirs.weight.grad.clone()))
-    for eager, traced in zip(*results, strict=True):
-        assert sqnr_db(eager.float(), traced.float()) > 38
+        y = module(inner)
+        y.float().square().sum().backward()
+        return [t.float() for t in (y.detach(), inner.grad, linear.weight.grad)]
+
+    exact, eager = run(nn.Sequential(plain, nn.GELU()), plain), run(model, theirs)
+    theirs.weight.grad = None
+    traced = run(compiled, theirs)
+    for reference, a, b in zip(exact, eager, traced, strict=True):
+        # Compiled code keeps the GELU's gradient unrounded, so amax, scale and thereby codes may differ by a step:
+        # as near as two quantizations of one tensor are, nearer than either is to BF16.
+        assert sqnr_db(a, b) > sqnr_db(reference, a)
 
 
 def test_delayed_scales_of_transformer_engine_follow_the_data(ready, configs):
