@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from . import observer
 from .config import OPERANDS
 from .layer import LayerState
 from .quantization import QuantizedTensor, quantize
@@ -42,6 +44,9 @@ def prepare(
             seed = state.seed(path, operand, draw)
         quantized = quantize(x, spec, dim=dim, seed=seed, history=state.history(path, operand, recording))
         if not spec.high_precision:
+            # Constant within a compiler, so that no graph depends on whether somebody watches.
+            if not torch.compiler.is_compiling():
+                observer.quantized(state.name, path, operand, x, quantized)
             return quantized
         dense = quantized.data
     return dense if dim == x.dim() - 1 else dense.mT
