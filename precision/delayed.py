@@ -41,6 +41,8 @@ class AmaxHistory:
         self.pending = torch.full((), _NOTHING, device=device)
         #: int64 []: elements that saturated since the counter was last set to zero.
         self.saturated = torch.zeros((), dtype=torch.int64, device=device)
+        #: int32 [2], zeros: where a cast kernel gathers an amax and counts the programs that are done.
+        self.workspace = torch.zeros(2, dtype=torch.int32, device=device)
         #: False in evaluation: the history is used and left as it is.
         self.recording = True
 
@@ -57,7 +59,7 @@ class AmaxHistory:
     def to(self, device: torch.device | str) -> AmaxHistory:
         """Move the state to ``device`` in place and return it."""
         self.history, self.pending = self.history.to(device), self.pending.to(device)
-        self.saturated = self.saturated.to(device)
+        self.saturated, self.workspace = self.saturated.to(device), self.workspace.to(device)
         return self
 
     def frozen(self) -> AmaxHistory:

@@ -1,0 +1,98 @@
+"""Rounding and scales inside Triton kernels: the device functions that every cast kernel shares.
+
+They repeat :mod:`narrowgate.precision.rounding` and :mod:`narrowgate.precision.scaling` bit for bit; what makes those
+safe to repeat (exact powers of two, FP64 quotients, no multiply-add pairs) is said there.
+"""
+
+# Triton comes with CUDA builds of PyTorch only, and its decorator hides what a kernel takes.
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+#: Modes of stochastic rounding of a kernel's operand.
+NEAREST, PHILOX, GIVEN_BITS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+
+@triton.jit
+def magnitude_bits(x):
+    """|x| of FP32 ``x`` as int32, in an order in which NaN is above infinity: a maximum that cannot lose a NaN."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def clip_to(x, limit):
+    """Clip FP32 ``x`` to [-limit, limit]; NaN and infinity pass."""
+    clipped = tl.minimum(tl.maximum(x, -limit), limit)
+    return tl.where(tl.abs(x) < float("inf"), clipped, x)
+
+
+@triton.jit
+def clip_amax(bits, limit):
+    """The amax, as magnitude bits, that is left of ``bits`` after clipping at ``limit`` (positive, may be infinite)."""
+    return tl.where(bits < 0x7F800000, tl.minimum(bits, limit.to(tl.int32, bitcast=True)), bits)
+
+
+@triton.jit
+def scale_of(bits, largest: tl.constexpr, pow2: tl.constexpr):
+    """Dequantization scale, FP32, of groups whose amax has the magnitude bits ``bits``."""
+    amax = bits.to(tl.float32, bitcast=True)
+    scale = (amax.to(tl.float64) / largest).to(tl.float32)
+    scale = tl.maximum(scale, 1.1754943508222875e-38)
+    if pow2:
+        scale = ((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & -0x800000).to(tl.float32, bitcast=True)
+    scale = tl.where(bits < 0x7F800000, scale, float("nan"))
+    return tl.where(bits == 0, 1.0, scale)
+
+
+@triton.jit
+def multiplier_of(scale):
+    """1 / scale, correctly rounded FP32."""
+    return (1.0 / scale.to(tl.float64)).to(tl.float32)
+
+
+@triton.jit
+def encode(x, bits, largest: tl.constexpr, mantissa: tl.constexpr, bias: tl.constexpr, mode: tl.constexpr,
+           stepwise: tl.constexpr, dtype: tl.constexpr):  # fmt: skip
+    """FP32 ``x``, scaled, to FP8 codes of ``dtype``; saturates, NaN stays NaN.
+
+    ``stepwise`` rounds to nearest by the reference's own steps where the conversion instruction cannot be relied on.
+    """
+    clamped = tl.minimum(tl.maximum(x, -largest, tl.PropagateNan.ALL), largest, tl.PropagateNan.ALL)
+    if mode == NEAREST and not stepwise:
+        return clamped.to(dtype)
+    exponent = tl.maximum(clamped.to(tl.int32, bitcast=True) & 0x7F800000, (128 - bias) << 23)
+    step = exponent - (mantissa << 23)
+    inverse = ((254 << 23) - step).to(tl.float32, bitcast=True)
+    magnitude = tl.abs(clamped * inverse)
+    lower = tl.floor(magnitude)
+    fraction = magnitude - lower
+    if mode == NEAREST:
+        odd = lower - 2.0 * tl.floor(lower * 0.5)
+        up = (fraction > 0.5) | ((fraction == 0.5) & (odd == 1.0))
+    else:
+        up = fraction >= 1.0 - (bits.to(tl.float32) + 0.5) * 1.52587890625e-05
+    rounded = (lower + up.to(tl.float32)) * step.to(tl.float32, bitcast=True)
+    sign = clamped.to(tl.int32, bitcast=True) & -0x80000000
+    signed = (rounded.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+    return tl.where(clamped == clamped, signed, clamped).to(dtype)
+
+
+@triton.jit
+def tile_bits(key, row, first, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """16 random bits, int32 [ROWS, COLUMNS], of the elements of a tile of a row-major tensor.
+
+    Args:
+        key: 64-bit key of the tensor.
+        row: int64 [ROWS], the tile's rows.
+        first: first column of the tile, a multiple of 8.
+        width: columns of the whole tensor, a multiple of 8.
+    """
+    # Element e of the tensor draws lane e % 8 of counter e // 8, as narrowgate.precision.stochastic does.
+    counter = row[:, None] * (width // 8) + (first // 8 + tl.arange(0, COLUMNS // 8))[None, :]
+    w0, w1, w2, w3 = tl.randint4x(key, counter)
+    low = tl.join(tl.join(w0, w2), tl.join(w1, w3))
+    halves = tl.join(low & 0xFFFF, (low >> 16) & 0xFFFF)
+    return tl.reshape(halves, (ROWS, COLUMNS)).to(tl.int32)

@@ -1,0 +1,177 @@
+"""Cast kernels against the reference, bit for bit: on a GPU, or through Triton's interpreter (TRITON_INTERPRET=1)."""
+
+from __future__ import annotations
+
+import itertools
+import os
+
+import pytest
+import torch
+from narrowgate.precision.casting import Request, quantize_both
+from narrowgate.precision.delayed import AmaxHistory, roll
+from narrowgate.precision.quantization import quantize
+from narrowgate.precision.spec import Spec
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
+
+#: Past one tile and ragged in both directions, aligned and not; a single row and a single column.
+SHAPES = [(256, 256), (200, 328), (130, 131), (1, 64), (65, 1), (16, 8)]
+GRANULARITIES = ["tensor", "row", "1x128", "128x128"]
+FORMATS = ["fp8_e4m3", "fp8_e5m2"]
+MODIFIERS = ["", "+pow2", "+sr", "+clip(rms=2)", "+clip(p=99)", "+clip(rms=2)+pow2+sr"]
+
+
+def values(shape, dtype=torch.bfloat16, seed=0):
+    """Normal values over a wide range of magnitudes, with zeros, ties and an all-zero row."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator) * torch.exp(3 * torch.randn(shape, generator=generator))
+    x[torch.rand(shape, generator=generator) < 0.05] = 0.0
+    x[shape[0] // 2] = 0.0
+    return x.to(DEVICE, dtype)
+
+
+def key(number):
+    return torch.tensor(number, dtype=torch.int64, device=DEVICE)
+
+
+def compare(found, expected):
+    """Codes and scales are equal bit for bit, whatever their layout in memory."""
+    if expected is None:
+        assert found is None
+        return
+    assert found.dim == expected.dim
+    assert found.scale.shape == expected.scale.shape
+    nan = expected.scale.isnan()
+    assert torch.equal(found.scale.isnan(), nan)
+    assert torch.equal(found.scale.nan_to_num(nan=0.0), expected.scale.nan_to_num(nan=0.0))
+    a, b = (q.data.contiguous().view(torch.uint8) for q in (found, expected))
+    # Under a NaN scale no code means anything.
+    unequal = (a != b) & ~expected.dequantize(rotated=True).isnan()
+    assert not unequal.any(), f"{int(unequal.sum())} of {a.numel()} codes differ, the first at {unequal.nonzero()[0]}"
+
+
+def check(x, rows, columns):
+    requests = [
+        None if text is None else Request(Spec.parse(text), seed=key(seed) if "+sr" in text else None)
+        for text, seed in ((rows, 11), (columns, 12))
+    ]
+    found = quantize_both(x, *requests)
+    for operand, request, dim in zip(found, requests, (1, 0), strict=True):
+        compare(operand, None if request is None else quantize(x, request.spec, dim=dim, seed=request.seed))
+    return found
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_both_operands_equal_the_reference(shape, granularity):
+    for fmt in FORMATS:
+        check(values(shape), f"{fmt}/{granularity}", f"{fmt}/{granularity}")
+
+
+@pytest.mark.parametrize("modifier", MODIFIERS)
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_modifiers_act_inside_the_kernel(granularity, modifier):
+    for fmt, shape in itertools.product(FORMATS, [(200, 328), (130, 131)]):
+        check(values(shape), f"{fmt}/{granularity}{modifier}", f"{fmt}/{granularity}{modifier}")
+
+
+@pytest.mark.parametrize(("rows", "columns"), [
+    ("fp8_e5m2/row+sr", "fp8_e5m2+clip(p=99)"), ("fp8_e4m3/1x128", "fp8_e5m2/row"), ("fp8_e4m3", "fp8_e4m3/row"),
+    ("fp8_e4m3/128x128", "fp8_e4m3/1x128"), ("fp8_e4m3/row", None), (None, "fp8_e4m3/1x128+sr"), (None, "fp8_e4m3"),
+])  # fmt: skip
+def test_the_two_operands_may_differ_or_be_absent(rows, columns):
+    check(values((200, 328)), rows, columns)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_every_input_dtype(dtype):
+    check(values((96, 136), torch.float32).clamp(-1e4, 1e4).to(dtype), "fp8_e4m3/row", "fp8_e4m3")
+
+
+def test_a_transposed_and_a_sliced_input():
+    x = values((144, 272))
+    check(x.t(), "fp8_e4m3/row", "fp8_e4m3/row")
+    check(x[:, 16:144], "fp8_e4m3", "fp8_e4m3")
+    check(x[::2], "fp8_e4m3/1x128", "fp8_e4m3/1x128")
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_not_finite_costs_its_own_group_alone(granularity, bad):
+    x = values((200, 328))
+    x[70, 150] = bad
+    found = check(x, f"fp8_e4m3/{granularity}", f"fp8_e4m3/{granularity}")
+    assert all(q.dequantize()[70, 150].isnan() for q in found)
+
+
+@pytest.mark.parametrize("tiny", [0.0, 1e-45, 1e-38, 3e38])
+def test_amaxes_at_the_ends_of_the_range(tiny):
+    x = torch.zeros((64, 128), device=DEVICE)
+    x[3, 5] = tiny
+    for granularity in GRANULARITIES:
+        check(x, f"fp8_e4m3/{granularity}", f"fp8_e5m2/{granularity}+pow2")
+
+
+@pytest.mark.parametrize("shape", [(0, 64), (64, 0)])
+def test_empty_tensors(shape):
+    x = torch.empty(shape, dtype=torch.bfloat16, device=DEVICE)
+    for granularity in GRANULARITIES:
+        check(x, f"fp8_e4m3/{granularity}", f"fp8_e4m3/{granularity}")
+
+
+def test_a_delayed_scale_follows_its_history_as_the_reference_does():
+    spec = Spec.parse("fp8_e4m3+delayed(4)")
+    ours, theirs = AmaxHistory(4, DEVICE), AmaxHistory(4, DEVICE)
+    for step, size in enumerate((1.0, 2.0, 40.0, 0.01, 1.0)):
+        x = values((200, 328), seed=step) * size
+        found, turned = quantize_both(x, Request(spec, history=ours), Request(spec, history=theirs))
+        expected = quantize(x, spec, dim=1, history=theirs)
+        compare(found, expected)
+        compare(turned, quantize(x, spec, dim=0, history=theirs.frozen() if step else theirs))
+        roll([ours, theirs])
+        for name in ("history", "pending", "saturated"):
+            assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
+        assert not ours.workspace.any()
+
+
+def test_a_delayed_scale_only_reads_its_history_in_evaluation():
+    spec = Spec.parse("fp8_e4m3+delayed(4)")
+    history = AmaxHistory(4, DEVICE)
+    history.history[0] = 3.0
+    before = history.state_dict()
+    x = values((96, 128))
+    found, _ = quantize_both(x, Request(spec, history=history.frozen()), None)
+    compare(found, quantize(x, spec, dim=1, history=history.frozen()))
+    assert all(torch.equal(before[name], value) for name, value in history.state_dict().items())
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_delayed_scale_is_nan_where_a_value_is_not_finite_and_the_history_never_learns_of_it(bad):
+    spec = Spec.parse("fp8_e4m3+delayed(4)")
+    history = AmaxHistory(4, DEVICE)
+    history.history[0] = 3.0
+    x = values((200, 328))
+    x[150, 300] = bad
+    found, _ = quantize_both(x, Request(spec, history=history), None)
+    assert found.dequantize().isnan().all()
+    assert history.pending == -1.0
+    assert not history.workspace.any()
+
+
+def test_the_two_operands_of_different_delayed_specs_keep_a_history_each():
+    rows, columns = Spec.parse("fp8_e4m3+delayed(4)"), Spec.parse("fp8_e5m2+delayed(2)")
+    histories = AmaxHistory(4, DEVICE), AmaxHistory(2, DEVICE)
+    twins = AmaxHistory(4, DEVICE), AmaxHistory(2, DEVICE)
+    x = values((96, 128))
+    found = quantize_both(x, Request(rows, history=histories[0]), Request(columns, history=histories[1]))
+    compare(found[0], quantize(x, rows, dim=1, history=twins[0]))
+    compare(found[1], quantize(x, columns, dim=0, history=twins[1]))
+    assert [h.pending for h in histories] == [h.pending for h in twins]
+
+
+def test_codes_lie_contiguous_along_their_contraction():
+    first, second = check(values((144, 272)), "fp8_e4m3", "fp8_e4m3")
+    assert first.data.is_contiguous()
+    assert second.data.t().is_contiguous()
