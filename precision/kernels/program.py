@@ -185,5 +185,5 @@ def tile_function(text: str) -> Any:
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
     # The module's name is part of what Triton keys its cache by, so it must not vary between processes.
     scope: dict[str, Any] = {"triton": triton, "tl": tl, "__name__": "narrowgate.precision.kernels.generated"}
-    exec(compile(source, name, "exec"), scope)  # noqa: S102 - the text above, from parsed numbers and a table
+    exec(compile(source, name, "exec"), scope)
     return scope["tile"]
