@@ -46,7 +46,9 @@ def plan_command(options: PlanOptions) -> None:
         raise NarrowgateError(f"found --rows and {other}, expected one of them")
     loaded, target = load_recipe(options.recipe), named_device(options.device)
     rates = None if options.rates is None else load_rates(options.rates)
-    source = TaskSource(task=options.task, model=options.model, data=options.data or "synthetic")
+    # Shapes are all that an untraced plan needs of a built-in model: no weights are made.
+    device = "meta" if options.task is None and not traced else "cpu"
+    source = TaskSource(task=options.task, model=options.model, data=options.data or "synthetic", device=device)
     task = source.open()
     built = task.build_model()
     rows = trace_rows(task, built) if traced else options.rows
@@ -156,7 +158,7 @@ def _against_model(recipe: Recipe, model: str, require_native: str | None) -> li
 
     device = named_device(require_native or "cpu")
     try:
-        plan = resolve(recipe, TaskSource(model=model).open().build_model(), device=device)
+        plan = resolve(recipe, TaskSource(model=model, device="meta").open().build_model(), device=device)
     except RecipeError as error:
         return list(error.diagnostics)
     file = recipe.source.file if recipe.source else "<python>"

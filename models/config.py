@@ -49,6 +49,13 @@ class GemConfig:
     #: Events that self-attention looks back on; None for all. CLS tokens always see the whole row.
     window: int | None = None
     head_hidden: int = 128
+    #: Feed-forward networks that each layer's feature tokens are spread over; 0 for none.
+    experts: int = 0
+    #: Experts that one token goes to, and their hidden width.
+    expert_top: int = 2
+    expert_hidden: int = 512
+    #: Weight of the loss that keeps experts evenly used.
+    expert_balance: float = 0.01
     activation: str = "silu"
     #: Dropout of the factorization-machine block's hidden features, and of what self-attention adds.
     dropout: float = 0.1
@@ -64,7 +71,7 @@ class GemConfig:
 
     def __post_init__(self) -> None:
         counts = ("d", "heads", "layers", "max_tokens", "n_summary", "n_pma", "n_recent", "n_lcb", "n_fmb", "fm_rank",
-                  "cross_rank", "pffn_tokens", "head_hidden")  # fmt: skip
+                  "cross_rank", "pffn_tokens", "head_hidden", "expert_top", "expert_hidden")  # fmt: skip
         for name in counts:
             if getattr(self, name) < 1:
                 raise NarrowgateError(f"model field '{name}' must be at least 1, found {getattr(self, name)}")
@@ -79,6 +86,12 @@ class GemConfig:
             raise NarrowgateError(f"model field 'window' must be at least 1 or none, found {self.window}")
         if self.norm_block is not None and (self.norm_block < 1 or self.d % self.norm_block):
             raise NarrowgateError(f"model field 'norm_block' must divide d = {self.d}, found {self.norm_block}")
+        if self.experts < 0:
+            raise NarrowgateError(f"model field 'experts' must be at least 0, found {self.experts}")
+        if self.experts and self.experts < self.expert_top:
+            raise NarrowgateError(
+                f"model field 'experts' must be 0 or at least expert_top = {self.expert_top}, found {self.experts}"
+            )
         for name in ("dropout", "sequence_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise NarrowgateError(f"model field '{name}' must lie in [0, 1), found {getattr(self, name)}")

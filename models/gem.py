@@ -13,6 +13,7 @@ from .attention import Pooling, SequenceArch
 from .batch import Batch
 from .config import GemConfig
 from .embedding import EventEncoder, SparseArch
+from .experts import Experts
 from .features import FeatureSpec
 from .functional import ACTIVATION_FUNCTIONS, TokenMixer, linear
 from .interaction import Interaction
@@ -56,12 +57,14 @@ class GemLayer(nn.Module):
         self.cross = CrossArch(n_features, config)
         self.interaction = Interaction(n_features + config.n_sequence_summary, config)
         self.sequence = SequenceArch(config)
+        self.experts = Experts(config) if config.experts else None
 
     def forward(self, features: Tensor, tokens: Tensor, window: Window, tail: Window) -> tuple[Tensor, Tensor]:
         """Return the next feature tokens [B, n_interaction, d] and sequence tokens [T, d]."""
         of_features, of_sequence = self.cross(features, tokens, window, tail)
         tokens = self.sequence(tokens, of_features, window)
-        return self.interaction(torch.cat([features, of_sequence.to(features.dtype)], 1)), tokens
+        features = self.interaction(torch.cat([features, of_sequence.to(features.dtype)], 1))
+        return features if self.experts is None else self.experts(features), tokens
 
 
 class Head(nn.Module):

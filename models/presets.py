@@ -1,8 +1,9 @@
 """Named sizes: model, training and synthetic data that fit together, as data.
 
 ``gem-tiny`` is for continuous integration on a CPU: one training takes seconds on one core. ``gem-small`` is for one
-GPU: eight paired seeds of two arms take minutes. Every hidden width that a GEMM contracts over or writes is a multiple
-of 16, which FP8 matrix units ask for.
+GPU: eight paired seeds of two arms take minutes. ``gem-base`` has the 1.3 billion dense parameters at which precision
+matters, ``gem-long`` histories of up to 2,048 tokens in the shapes of GDPA's benchmark. Every hidden width that a GEMM
+contracts over or writes is a multiple of 16, which FP8 matrix units ask for.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from dataclasses import dataclass
 
 from ..precision.errors import NarrowgateError, did_you_mean
 from .config import GemConfig
+from .data.balance import Balance
+from .data.stream_config import StreamConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +31,20 @@ class TrainingConfig:
     eps: float = 1e-8
     #: Share of the steps over which the learning rate rises; it falls linearly over the rest.
     warmup: float = 0.1
+    #: Peak rate of rowwise Adagrad on the embedding tables; None for Adam on them too.
+    table_lr: float | None = None
     #: Training batches are filled with dead tokens up to a multiple of this many tokens.
     token_multiple: int = 16
+    #: Deals rows into batches of even token counts; None leaves them as shuffled.
+    balance: Balance | None = None
+
+    def __post_init__(self) -> None:
+        if self.balance is not None:
+            self.balance.check(self.batch_size)
+
+    def round_up(self, tokens: int) -> int:
+        """Return ``tokens`` up to the next multiple, at least one multiple."""
+        return max(1, -(-tokens // self.token_multiple)) * self.token_multiple
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +65,8 @@ class Preset:
     name: str
     model: GemConfig
     training: TrainingConfig
-    synthetic: SyntheticConfig
+    #: Held in memory as a whole, or streamed.
+    synthetic: SyntheticConfig | StreamConfig
 
 
 _PRESETS = (
@@ -72,6 +88,30 @@ _PRESETS = (
             batch_size=2048, eval_batch_size=4096, steps=400, epochs=2, lr=1e-3, token_multiple=4096
         ),
         synthetic=SyntheticConfig(users=10_000, items=4000, impressions=100),
+    ),
+    Preset(
+        name="gem-base",
+        model=GemConfig(
+            d=512, heads=4, layers=3, max_tokens=256, n_summary=8, n_pma=8, n_recent=8, n_lcb=32, n_fmb=32, fm_rank=64,
+            fm_hidden=(8192, 8192), cross_rank=512, pffn_tokens=32, head_hidden=512, residual="autocast",
+        ),
+        training=TrainingConfig(
+            batch_size=4096, eval_batch_size=4096, steps=2000, epochs=1, lr=5e-4, table_lr=0.02, token_multiple=8192
+        ),
+        synthetic=StreamConfig(users=200_000, items=100_000, rows=10_000_000, held_out=262_144),
+    ),
+    Preset(
+        name="gem-long",
+        model=GemConfig(
+            d=512, heads=4, layers=2, max_tokens=2048, n_summary=2, n_pma=8, n_recent=8, n_lcb=32, n_fmb=32, fm_rank=32,
+            fm_hidden=(2048, 2048), cross_rank=256, pffn_tokens=256, window=256, head_hidden=512, residual="autocast",
+        ),
+        training=TrainingConfig(
+            batch_size=1152, eval_batch_size=1152, steps=500, epochs=1, lr=5e-4, table_lr=0.02, token_multiple=16384
+        ),
+        synthetic=StreamConfig(
+            users=200_000, items=100_000, rows=1_000_000, held_out=65_536, median_events=820.0, length_spread=0.8
+        ),
     ),
 )  # fmt: skip
 _BY_NAME = {entry.name: entry for entry in _PRESETS}

@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .batch import Batch
-from .data.loader import BatchStream, Dataset
+from .data.loader import BatchSource, BatchStream
 from .data.source import open_data
+from .experts import imbalance
 from .gem import GemModel
+from .optimizers import scheduled_optimizer
 from .prediction import Prediction
 from .presets import Preset, get_preset
-from .schedule import scheduled_adam
 
 
 class GemTask:
@@ -27,7 +28,7 @@ class GemTask:
     and learning rates. Can be pickled and sent to a worker process.
     """
 
-    def __init__(self, preset: Preset, data: Dataset) -> None:
+    def __init__(self, preset: Preset, data: BatchSource) -> None:
         self.preset = preset
         self.data = data
 
@@ -82,9 +83,11 @@ class GemTask:
         return self.data.eval_batches()
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the log loss averaged over rows and tasks, FP32 scalar."""
+        """Return the log loss averaged over rows and tasks, FP32 scalar; a mixture's balance loss joins in training."""
         logits = model(batch)[: batch.rows]
-        return F.binary_cross_entropy_with_logits(logits.float(), batch.labels[: batch.rows])
+        loss = F.binary_cross_entropy_with_logits(logits.float(), batch.labels[: batch.rows])
+        uneven = imbalance(model) if self.preset.model.experts and model.training else None
+        return loss if uneven is None else loss + self.preset.model.expert_balance * uneven
 
     def predict(self, model: nn.Module, batch: Batch) -> Prediction:
         """Return scores and labels of the batch's rows, without gradients."""
@@ -93,8 +96,8 @@ class GemTask:
         return Prediction(logits, batch.labels[: batch.rows], groups=batch.groups[: batch.rows])
 
     def optimizer(self, model: nn.Module) -> Optimizer:
-        """Return Adam with its schedule built in; see :func:`narrowgate.models.schedule.scheduled_adam`."""
-        return scheduled_adam(model, self.steps, self.preset.training)
+        """Return the preset's optimizer; see :func:`narrowgate.models.optimizers.scheduled_optimizer`."""
+        return scheduled_optimizer(model, self.steps, self.preset.training)
 
     def base_rates(self) -> Sequence[float]:
         """Return the share of positive training labels per task."""

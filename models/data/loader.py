@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -13,14 +13,20 @@ from ...precision.errors import NarrowgateError
 from ..batch import Batch
 from ..features import FeatureSpec
 from ..presets import TrainingConfig
+from .balance import deal
 from .metrics import normalized_entropy
-from .rows import AGE_BUCKETS, Ints, RowData
+from .rows import AGE_BUCKETS, Array, Ints, RowData
 
 
 class BatchStream:
-    """A sequence of batches that can be walked any number of times, always the same."""
+    """A sequence of batches that can be walked any number of times, always the same, from any of them on.
 
-    def __init__(self, count: int, build: Callable[[], Iterator[Batch]]) -> None:
+    Args:
+        count: batches.
+        build: returns an iterator from a batch's number on.
+    """
+
+    def __init__(self, count: int, build: Callable[[int], Iterator[Batch]]) -> None:
         self._count = count
         self._build = build
 
@@ -28,7 +34,45 @@ class BatchStream:
         return self._count
 
     def __iter__(self) -> Iterator[Batch]:
-        return self._build()
+        return self._build(0)
+
+    def starting_at(self, number: int) -> Iterator[Batch]:
+        """Return an iterator that leaves out the first ``number`` batches, without building them where it can."""
+        return self._build(number)
+
+
+class BatchSource(Protocol):
+    """What a task needs of its data: :class:`Dataset` and the streamed ones."""
+
+    training: TrainingConfig
+    device: torch.device
+    steps: int
+
+    @property
+    def features(self) -> FeatureSpec:
+        """The fields that the batches carry."""
+        ...
+
+    @property
+    def task_names(self) -> tuple[str, ...]:
+        """The labels' names, in the order of their columns."""
+        ...
+
+    def base_rates(self) -> list[float]:
+        """Share of positive training labels, per task."""
+        ...
+
+    def train_batches(self, seed: int) -> BatchStream:
+        """Return the training batches of a seed."""
+        ...
+
+    def eval_batches(self) -> BatchStream:
+        """Return the held-out batches, the same for every seed."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """Return JSON-able facts for a report."""
+        ...
 
 
 class Dataset:
@@ -68,7 +112,8 @@ class Dataset:
         start = np.maximum(rows.history_start, rows.history_end - max_events)
         self._lengths = rows.history_end - start
         self._columns = _Columns(rows, start, self._lengths, self.device)
-        self._train_tokens = self._token_bound(self._lengths[rows.train])
+        lengths = self._lengths[rows.train]
+        self._train_tokens = padded_tokens(lengths, training.batch_size, training, balanced=True)
 
     @property
     def features(self) -> FeatureSpec:
@@ -86,7 +131,7 @@ class Dataset:
 
     def train_batches(self, seed: int) -> BatchStream:
         """Return ``steps`` training batches in the order that the seed shuffles."""
-        return BatchStream(self.steps, lambda: self._train(seed))
+        return BatchStream(self.steps, lambda start: self._train(seed, start))
 
     def eval_batches(self) -> BatchStream:
         """Return every held-out row once, in the data's order."""
@@ -112,41 +157,72 @@ class Dataset:
     def _eval_size(self) -> int:
         return min(self.training.eval_batch_size, len(self.rows.held_out))
 
-    def _token_bound(self, lengths: Ints) -> int:
-        """Tokens that a training batch is filled up to: six deviations over the mean, rounded up."""
-        size = self.training.batch_size
-        bound = size * float(lengths.mean()) + 6 * float(lengths.std()) * size**0.5
-        return min(self._round_up(int(bound) + 1), self._round_up(size * int(lengths.max())))
-
-    def _round_up(self, tokens: int) -> int:
-        multiple = self.training.token_multiple
-        return max(1, -(-tokens // multiple)) * multiple
-
-    def _train(self, seed: int) -> Iterator[Batch]:
+    def _train(self, seed: int, start: int) -> Iterator[Batch]:
         generator = np.random.default_rng(seed)
-        size = self.training.batch_size
+        size, balance = self.training.batch_size, self.training.balance
+        pool = size * (1 if balance is None else balance.pool)
         waiting = np.empty(0, np.int64)
-        for _ in range(self.steps):
-            while len(waiting) < size:
+        for number in range(0, self.steps, pool // size):
+            while len(waiting) < pool:
                 waiting = np.concatenate([waiting, generator.permutation(self.rows.train)])
-            chosen, waiting = waiting[:size], waiting[size:]
-            yield self._gather(chosen, size, self._train_tokens)
+            chosen, waiting = waiting[:pool], waiting[pool:]
+            if balance is not None:
+                chosen = deal(chosen, self._lengths[chosen], size, balance.sub_batch)
+            for place in range(max(0, start - number), min(pool // size, self.steps - number)):
+                yield self._gather(chosen[place * size : (place + 1) * size], size, self._train_tokens)
 
-    def _evaluate(self) -> Iterator[Batch]:
+    def _evaluate(self, start: int) -> Iterator[Batch]:
         size = self._eval_size()
         held_out = self.rows.held_out
         pieces = [held_out[i : i + size] for i in range(0, len(held_out), size)]
         tokens = max(int(self._lengths[piece].sum()) for piece in pieces)
-        for piece in pieces:
-            yield self._gather(piece, size, self._round_up(tokens))
+        for piece in pieces[start:]:
+            yield self._gather(piece, size, self.training.round_up(tokens))
 
     def _gather(self, chosen: Ints, size: int, tokens: int) -> Batch:
         """Build a batch of ``size`` rows and at least ``tokens`` tokens from row numbers known on the host."""
         needed = int(self._lengths[chosen].sum())
-        index = torch.from_numpy(np.ascontiguousarray(chosen))
-        if self.device.type == "cuda":
-            index = index.pin_memory().to(self.device, non_blocking=True)
-        return self._columns.batch(index, size, max(tokens, self._round_up(needed)))
+        return self._columns.batch(to_device(chosen, self.device), size, max(tokens, self.training.round_up(needed)))
+
+
+def padded_tokens(lengths: Ints, size: int, training: TrainingConfig, *, balanced: bool) -> int:
+    """Return the tokens that every batch is filled up to, so that compiled models see one shape.
+
+    Six deviations over the mean of a batch's sum; of a whole pool's where batches are balanced, as all of one pool
+    then carry about the same.
+
+    Args:
+        lengths: [n] tokens of the rows that batches are drawn from.
+        size: rows of a batch.
+        training: whose multiple and balance count.
+        balanced: whether these batches are balanced where ``training`` says so.
+    """
+    pool = training.balance.pool if balanced and training.balance is not None else 1
+    bound = size * float(lengths.mean()) + 6 * float(lengths.std()) * (size / pool) ** 0.5
+    return min(training.round_up(int(bound) + 1), training.round_up(size * int(lengths.max())))
+
+
+def to_device(array: Array, device: torch.device) -> Tensor:
+    """Return a host array on the device, copied from pinned memory so that the host need not wait."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def event_rows_of(offsets: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+    """Return the row of each of ``tokens`` tokens (B for dead ones), and which are alive; [T] each.
+
+    Args:
+        offsets: [B + 1] int64.
+        tokens: T, at least ``offsets[B]``.
+    """
+    at = torch.arange(tokens, device=offsets.device)
+    rows = torch.searchsorted(offsets[1:], at, right=True)
+    return rows, rows < offsets.shape[0] - 1
+
+
+def age_limits(device: torch.device) -> Tensor:
+    """Return the powers of two [AGE_BUCKETS - 1] at which an event's age changes its bucket."""
+    return 2 ** torch.arange(AGE_BUCKETS - 1, device=device)
 
 
 class _Columns:
@@ -167,7 +243,7 @@ class _Columns:
         # One dead event behind the pool: what dead tokens read.
         self.events = put(np.concatenate([rows.events, np.zeros((1, rows.events.shape[1]), np.int64)]))
         self.event_times = put(np.concatenate([rows.event_times, np.zeros(1, np.int64)]))
-        self.ages = put(2 ** np.arange(AGE_BUCKETS - 1, dtype=np.int64))
+        self.ages = age_limits(device)
         self.max_length = int(lengths.max(initial=0))
 
     def batch(self, index: Tensor, size: int, tokens: int) -> Batch:
@@ -180,9 +256,8 @@ class _Columns:
         if count < size:
             lengths = torch.cat([lengths[:count], lengths.new_zeros(size - count)])
         offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+        event_rows, live = event_rows_of(offsets, tokens)
         at = torch.arange(tokens, device=index.device)
-        event_rows = torch.searchsorted(offsets[1:], at, right=True)
-        live = event_rows < size
         row = event_rows.clamp_max(size - 1)
         source = torch.where(live, self.start[index][row] + at - offsets[row], self.events.shape[0] - 1)
         age = self.times[index][row] - self.event_times[source]

@@ -12,6 +12,7 @@ from ..features import FeatureSpec
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
+Array = NDArray[Any]
 
 #: Buckets of an event's age: 0 for none, 1 + floor(log2(seconds)) up to the last.
 AGE_BUCKETS = 40

@@ -10,11 +10,13 @@ import torch
 from ...precision.errors import NarrowgateError, NotBuiltError, did_you_mean
 from ..presets import Preset, get_preset
 from . import movielens, synthetic
-from .loader import Dataset
+from .loader import BatchSource, Dataset
 from .rows import RowData
+from .stream import StreamDataset
+from .stream_config import StreamConfig
 
-#: Sources that are generated; each takes the preset.
-_GENERATED: dict[str, Callable[[Preset], RowData]] = {"synthetic": lambda preset: synthetic.generate(preset.synthetic)}
+#: The source that is generated, streamed or at once as the preset says.
+_GENERATED = "synthetic"
 #: Sources that are read from a folder.
 _FOLDERS: dict[str, Callable[[Path], RowData]] = {
     "ml-100k": movielens.read_ml_100k,
@@ -26,7 +28,7 @@ _PLANNED = ("criteo", "table")
 
 def open_data(
     uri: str, preset: str | Preset = "gem-tiny", *, device: str | torch.device = "cpu", steps: int | None = None
-) -> Dataset:
+) -> BatchSource:
     """Open ``synthetic``, ``ml-100k:DIR`` or ``ml-1m:DIR`` for a preset.
 
     Args:
@@ -42,10 +44,18 @@ def open_data(
     """
     settings = get_preset(preset) if isinstance(preset, str) else preset
     name, colon, place = uri.partition(":")
-    if name in _GENERATED:
+    if name == _GENERATED:
         if colon:
             raise NarrowgateError(f"data source '{name}' takes no place, found '{uri}'")
-        rows = _GENERATED[name](settings)
+        if isinstance(settings.synthetic, StreamConfig):
+            return StreamDataset(
+                settings.synthetic,
+                settings.training,
+                max_events=settings.model.max_events,
+                device=device,
+                steps=steps,
+            )
+        rows = synthetic.generate(settings.synthetic)
     elif name in _FOLDERS:
         if not place:
             raise NarrowgateError(f"data source '{name}' needs its folder: {name}:DIR, found '{uri}'")
@@ -53,13 +63,13 @@ def open_data(
     elif name in _PLANNED:
         raise NotBuiltError(f"data source '{name}' is not built in this version (built: {', '.join(_known())})")
     else:
-        hint = did_you_mean(name, [*_GENERATED, *_FOLDERS])
+        hint = did_you_mean(name, [_GENERATED, *_FOLDERS])
         raise NarrowgateError(f"unknown data source '{name}'{hint} (known: {', '.join(_known())})")
     return Dataset(rows, settings.training, max_events=settings.model.max_events, device=device, steps=steps)
 
 
 def _known() -> list[str]:
-    return [*_GENERATED, *(f"{name}:DIR" for name in _FOLDERS)]
+    return [_GENERATED, *(f"{name}:DIR" for name in _FOLDERS)]
 
 
 def _folder(name: str, place: str) -> Path:

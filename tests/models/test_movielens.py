@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from narrowgate.models import open_data
+from narrowgate.models import Dataset, open_data
 from narrowgate.models.data.movielens import read_ml_1m, read_ml_100k
 from narrowgate.models.data.rows import RowData
 
@@ -121,6 +121,7 @@ def test_real_movielens_100k(real: Callable[[str], Path]) -> None:
         "rating>=4": pytest.approx(0.57269, abs=1e-5),
         "rating==5": pytest.approx(0.22115, abs=1e-5),
     }
+    assert isinstance(data, Dataset)
     assert data.rows.labels.sum(0).tolist() == [55375, 21201]
     assert not np.array_equal(data.rows.bags[0], np.zeros_like(data.rows.bags[0]))
 

@@ -8,7 +8,7 @@ import pickle
 import pytest
 import torch
 from narrowgate.gates import Task
-from narrowgate.models import GemTask, Preset, TrainingConfig
+from narrowgate.models import Dataset, GemTask, Preset, TrainingConfig
 from narrowgate.models.schedule import learning_rate
 from torch import nn
 
@@ -55,6 +55,7 @@ def test_opening_twice_gives_the_same_data(small: Preset) -> None:
 def test_prediction_covers_the_held_out_rows_without_gradients(task: GemTask) -> None:
     model = task.build_model().eval()
     parts = [task.predict(model, batch) for batch in task.eval_batches()]
+    assert isinstance(task.data, Dataset)
     assert sum(len(part.logits) for part in parts) == len(task.data.rows.held_out)
     for part in parts:
         assert part.logits.dtype == torch.float32

@@ -42,13 +42,11 @@ class Unseen(nn.Module):
         return self.score(self.blocks(self.stem(x)))
 
 
-@pytest.fixture(scope="module", params=["gem-tiny", "gem-small"])
+@pytest.fixture(scope="module", params=["gem-tiny", "gem-small", "gem-base", "gem-long"])
 def built_in_model(request):
     from narrowgate.models.task import GemTask
 
-    task = GemTask.open(model=request.param, data="synthetic")
-    with torch.device("meta"):
-        return request.param, task.build_model()
+    return request.param, GemTask.open(model=request.param, data="synthetic", device="meta").build_model()
 
 
 def test_the_promised_recipes_ship():

@@ -1,0 +1,126 @@
+"""Adam with rowwise Adagrad: both formulas, sparse and dense gradients, schedule, state, recipes' step hooks."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from narrowgate.models import GemTask, Preset
+from narrowgate.models.optimizers import AdamWithRowwiseAdagrad, table_parameters
+from narrowgate.models.schedule import learning_rate
+from narrowgate.recipes import apply_recipe, recipe_state
+from torch import nn
+
+
+@pytest.fixture
+def tabled(small: Preset) -> GemTask:
+    return GemTask.open(
+        dataclasses.replace(small, training=dataclasses.replace(small.training, table_lr=0.05)), "synthetic"
+    )
+
+
+def test_both_parts_follow_their_formulas() -> None:
+    dense, table = nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(6, 3))
+    other, expected = nn.Parameter(dense.detach().clone()), table.detach().double()
+    ours = AdamWithRowwiseAdagrad([dense], [table], lr=0.1, table_lr=0.3, betas=(0.9, 0.98))
+    adam = torch.optim.Adam([other], lr=0.1, betas=(0.9, 0.98))
+    total = torch.zeros(6, dtype=torch.float64)
+    for _ in range(4):
+        dense.grad, table.grad = torch.randn(4, 3), torch.randn(6, 3)
+        table.grad[2] = 0
+        other.grad = dense.grad.clone()
+        ours.step()
+        adam.step()
+        grad = table.grad.double()
+        for row in range(6):
+            total[row] += (grad[row] ** 2).mean()
+            expected[row] -= 0.3 * grad[row] / (total[row].sqrt() + 1e-8)
+    torch.testing.assert_close(dense, other, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(table.double(), expected, rtol=1e-5, atol=1e-6)
+    assert ours.state[table]["sum"].shape == (6,)
+
+
+def test_sparse_gradients_give_what_dense_ones_give() -> None:
+    weight, ids = torch.randn(7, 4), torch.tensor([1, 5, 1, 2])
+    found = []
+    for sparse in (False, True):
+        table = nn.Embedding(7, 4, sparse=sparse)
+        table.weight = nn.Parameter(weight.clone())
+        optimizer = AdamWithRowwiseAdagrad([], [table.weight], lr=0.1, table_lr=0.3)
+        for step in range(3):
+            optimizer.zero_grad()
+            ((table(ids) - step) ** 2).sum().backward()
+            assert table.weight.grad.is_sparse == sparse
+            optimizer.step()
+        found.append(table.weight.detach())
+    torch.testing.assert_close(found[1], found[0])
+    assert torch.equal(found[1][3], weight[3])
+
+
+def test_the_task_gives_tables_to_adagrad_and_all_rates_follow_the_schedule(tabled: GemTask) -> None:
+    model = tabled.build_model()
+    optimizer = tabled.optimizer(model)
+    groups = {group["rowwise"]: group for group in optimizer.param_groups}
+    assert {id(p) for p in groups[True]["params"]} == {id(p) for p in table_parameters(model)}
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(model.parameters()))
+    for batch in list(tabled.train_batches(0))[:3]:
+        tabled.loss(model, batch).backward()
+        optimizer.step()
+    rate = learning_rate(3, tabled.steps, tabled.preset.training)
+    assert groups[False]["lr"] == pytest.approx(rate)
+    assert groups[True]["lr"] == pytest.approx(rate * 0.05 / tabled.preset.training.lr)
+
+
+def test_state_travels(tabled: GemTask) -> None:
+    def run(steps: int, state: Any = None) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = tabled.build_model()
+        optimizer = tabled.optimizer(model)
+        batches = list(tabled.train_batches(0))
+        start = 0
+        if state is not None:
+            model.load_state_dict(state[0])
+            optimizer.load_state_dict(state[1])
+            start = 2
+        for step in range(start, steps):
+            torch.manual_seed(step)
+            optimizer.zero_grad()
+            tabled.loss(model, batches[step]).backward()
+            optimizer.step()
+        return model, optimizer
+
+    whole, _ = run(4)
+    half, optimizer = run(2)
+    again, _ = run(4, (half.state_dict(), optimizer.state_dict()))
+    for name, value in whole.state_dict().items():
+        assert torch.equal(value, again.state_dict()[name]), name
+
+
+def test_a_step_moves_a_recipes_histories_once(tabled: GemTask) -> None:
+    model = tabled.build_model()
+    apply_recipe(model, "fp8-delayed")
+    optimizer = tabled.optimizer(model)
+    for batch in list(tabled.train_batches(0))[:2]:
+        optimizer.zero_grad()
+        tabled.loss(model, batch).backward()
+        optimizer.step()
+    layers = recipe_state(model)["layers"]
+    history = next(value for layer in layers.values() for key, value in layer.items() if key == "fprop.input.history")
+    assert (history > 0).sum() == 2
+
+
+def test_training_with_it_lowers_the_loss(small: Preset) -> None:
+    preset = dataclasses.replace(small, training=dataclasses.replace(small.training, table_lr=0.05))
+    task = GemTask.open(preset, "synthetic", steps=60)
+    model = task.build_model()
+    optimizer = task.optimizer(model)
+    losses = []
+    for batch in task.train_batches(0):
+        optimizer.zero_grad()
+        loss = task.loss(model, batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
