@@ -182,7 +182,11 @@ def _write_failure(out: Path, recipes: Sequence[Recipe], message: str) -> None:
     text = " ".join(message.split())
     for recipe in recipes:
         folder = out if len(recipes) == 1 else out / recipe.name
-        write_together(folder, {"junit.xml": junit_failed_run(recipe.name, text)}, stale=FILES[:2])
+        write_together(
+            folder,
+            {"junit.xml": junit_failed_run(recipe.name, text)},
+            stale=tuple(name for name in FILES if name != "junit.xml"),
+        )
 
 
 def _print(report: Report, out: Path | None, options: GateOptions) -> None:
@@ -190,10 +194,11 @@ def _print(report: Report, out: Path | None, options: GateOptions) -> None:
         sys.stdout.write(report.files()["report.json"])
         return
     from .render import terminal_text
+    from .report import FILES
 
     print(terminal_text(report))
     if out is not None:
-        print(f"Reports: {out / 'report.json'}, report.md, junit.xml")
+        print(f"Reports: {out / 'report.json'}, {', '.join(FILES[1:])}")
 
 
 def _print_summary(reports: Sequence[Report], out: Path, options: GateOptions) -> None:

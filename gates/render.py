@@ -11,14 +11,39 @@ import jinja2
 from .judgement import Gate
 from .report import Report
 
+#: Bytes that a GitHub step summary takes at most; it drops a longer one whole.
+STEP_SUMMARY_LIMIT = 2**20
 _WORDS = {"pass": "pass", "fail": "FAIL", "undecided": "undecided"}
 
 
 def render_report(report: Report) -> str:
-    """Return ``report.md``: verdict first, then gates, seeds, plan and environment."""
-    return _template("report.md.jinja").render(
+    """Return ``report.md``: verdict first, then gates, seeds, plan and environment, within a step summary's limit."""
+    text = _template("report.md.jinja").render(
         r=report, gates=[gate_row(g) for g in report.gates], quality=quality_lines(report), value=_value
     )
+    return fit(text, "report.json")
+
+
+def fit(text: str, whole: str, limit: int = STEP_SUMMARY_LIMIT) -> str:
+    """Return Markdown that takes at most ``limit`` bytes: a longer text ends after a line, and says so.
+
+    Args:
+        text: Markdown.
+        whole: the file that has what is left out.
+        limit: bytes in UTF-8.
+    """
+    data = text.encode()
+    if len(data) <= limit:
+        return text
+    for_notice = 200
+    kept = data[: limit - for_notice].decode(errors="ignore")
+    kept = kept[: kept.rfind("\n") + 1]
+    left = len(data) - len(kept.encode())
+    if kept.count("<details>") > kept.count("</details>"):
+        kept += "\n</details>\n"
+    cut = f"{kept}\n**Cut here**: {left} of {len(data)} bytes are left out; `{whole}` has everything.\n"
+    assert len(cut.encode()) <= limit, "the notice is longer than the room kept for it"
+    return cut
 
 
 def render_summary(reports: Sequence[Report]) -> str:

@@ -7,14 +7,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, ValidationError
+from typing_extensions import TypedDict
 
 from ..precision.errors import NarrowgateError
 from .decision import Decision, Gate, Reason
 from .measurements import Measurements, Record
 from .policy import Policy
 
+#: Raised where a reader of older reports would misread a new one; such reports are refused.
 SCHEMA_VERSION = 1
-FILES: tuple[str, ...] = ("report.json", "report.md", "junit.xml")
+#: Raised where a field is added; every field that came after minor 0 is optional, so older reports stay readable.
+SCHEMA_MINOR = 1
+FILES: tuple[str, ...] = ("report.json", "report.md", "report.html", "junit.xml")
 SCHEMA_FILE = Path(__file__).with_name("report.schema.json")
 
 
@@ -46,6 +50,10 @@ class Statistics(Record):
     family: int
 
 
+#: Milliseconds a step that each arm spends in one class of kernels. A dictionary, because ``class`` names no attribute.
+ClassTime = TypedDict("ClassTime", {"class": str, "baseline_ms": float, "candidate_ms": float})
+
+
 class Level(Record):
     """One level of evidence. Levels have baselines and scopes of their own and are never added together."""
 
@@ -55,6 +63,8 @@ class Level(Record):
     baseline: str
     scope: str
     results: dict[str, Any] = Field(default_factory=dict)
+    #: Where the time of a step goes, by class of kernels; None where nobody attributed it. Since minor 1.
+    attribution: tuple[ClassTime, ...] | None = None
 
 
 class Evidence(Record):
@@ -73,6 +83,8 @@ class Report(Record):
     model_config = ConfigDict(title="narrowgate gate report")
 
     schema_version: Literal[1]
+    #: Fields added since ``schema_version``; 0 where a report has none of this name.
+    schema_minor: int = Field(default=SCHEMA_MINOR, ge=0)
     verdict: Literal["accept", "reject", "inconclusive"]
     reasons: tuple[Reason, ...]
     recipe: RecipeFacts
@@ -89,13 +101,13 @@ class Report(Record):
 
     def files(self) -> dict[str, str]:
         """Return the text of every file of the report, ``report.json`` first."""
+        from .html import render_html
         from .junit import junit_report
         from .render import render_report
 
         data = json.dumps(self.model_dump(mode="json"), indent=1, allow_nan=False)
-        texts = dict(zip(FILES, (data + "\n", render_report(self), junit_report(self)), strict=True))
-        assert len(texts["report.md"]) < 2**20, "a GitHub step summary takes at most 1 MiB"
-        return texts
+        texts = (data + "\n", render_report(self), render_html(self), junit_report(self))
+        return dict(zip(FILES, texts, strict=True))
 
 
 def report_schema() -> dict[str, Any]:
@@ -128,7 +140,13 @@ def load_report(path: Path) -> Report:
     if version != SCHEMA_VERSION:
         raise NarrowgateError(
             f"{path}: schema_version: found {version!r}, this version of narrowgate reads {SCHEMA_VERSION};"
-            " measure again"
+            f" {_remedy(data, version)}"
+        )
+    minor = data.get("schema_minor", 0)
+    if not isinstance(minor, int) or minor > SCHEMA_MINOR:
+        raise NarrowgateError(
+            f"{path}: schema_minor: found {minor!r}, this version of narrowgate reads up to {SCHEMA_MINOR} of"
+            f" schema_version {SCHEMA_VERSION}; {_remedy(data, SCHEMA_VERSION + 1)}"
         )
     try:
         return Report.model_validate_json(text)
@@ -136,6 +154,17 @@ def load_report(path: Path) -> Report:
         fault = error.errors()[0]
         field = ".".join(str(part) for part in fault["loc"])
         raise NarrowgateError(f"{path}: {field}: {fault['msg']}") from None
+
+
+def _remedy(data: dict[str, Any], version: Any) -> str:
+    """Say what helps with a report of another version: an older one cannot be brought forward, a newer one can wait."""
+    if not isinstance(version, int) or version < SCHEMA_VERSION:
+        return "measure again"
+    facts = data.get("environment")
+    writer = facts.get("narrowgate") if isinstance(facts, dict) else None
+    return (
+        f"read it with narrowgate {writer} or later" if isinstance(writer, str) else "read it with a later narrowgate"
+    )
 
 
 def decided(report: Report, decision: Decision, policy: Policy) -> Report:

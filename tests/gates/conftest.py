@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from narrowgate.gates.decision import decide
+from narrowgate.gates.evidence import evidence_of, statistics_of
 from narrowgate.gates.measurements import (
     ArmRun,
     LossSummary,
@@ -19,6 +21,8 @@ from narrowgate.gates.measurements import (
     StepTime,
     TaskQuality,
 )
+from narrowgate.gates.policy import BUILTIN_POLICIES
+from narrowgate.gates.report import RecipeFacts, Report
 
 
 def _arm(ne: float | None, auc: float | None, note: str | None = None, **changes: Any) -> ArmRun:
@@ -117,6 +121,58 @@ def _measurements(
 def measurements() -> Callable[..., Measurements]:
     """Build the measurements of a healthy run of one task, from each seed's relative NE increase and AUC loss."""
     return _measurements
+
+
+def _report(m: Measurements, **changes: Any) -> Report:
+    standard = BUILTIN_POLICIES["standard"]
+    decision = decide(m, standard)
+    report = Report(
+        schema_version=1,
+        verdict=decision.verdict,
+        reasons=decision.reasons,
+        recipe=RecipeFacts(
+            name="r1", description="d | d", hash="0" * 64, backend="native", resolved={"recipe": "r1"},
+            plan={"groups": [{"layers": 2, "fprop": "fp8_e4m3", "dgrad": "bf16", "wgrad": "bf16", "example": "a.b"}]},
+        ),
+        model={"name": "gem-tiny", "config": {"d": 32}},
+        data={"name": "synthetic", "bayes_ne": {"click": 0.7}},
+        environment={"torch": "2.13", "gpu": None},
+        gates=decision.gates,
+        statistics=statistics_of(m, decision),
+        evidence=evidence_of(m, standard.alpha, "BF16 autocast, under torch.compile"),
+        policy=standard,
+        wall_seconds={"all": 1.5},
+        measurements=m,
+    )  # fmt: skip
+    return report.model_copy(update=changes)
+
+
+@pytest.fixture(scope="session")
+def make_report() -> Callable[..., Report]:
+    """Build the report that the standard policy makes of measurements; keywords replace its fields."""
+    return _report
+
+
+@pytest.fixture
+def accepted(measurements, make_report) -> Report:
+    """A report that accepts the recipe ``r1``."""
+    return make_report(measurements([1e-5 * x for x in (-1, 1, -1, 1, -1, 1, -1, 1)]))
+
+
+@pytest.fixture
+def rejected(measurements, make_report) -> Report:
+    """A report that rejects ``r1`` for its quality, from a run without a GPU."""
+    return make_report(measurements([1e-2 + 1e-5 * x for x in range(8)], speed=StepTime(status="no_gpu")))
+
+
+#: Reports of real runs, each as the version that made it wrote it.
+REPORTS = sorted((Path(__file__).parents[2] / "benchmarks" / "reports").glob("*/report.json"))
+
+
+@pytest.fixture(params=REPORTS, ids=[path.parent.name for path in REPORTS])
+def stored(request: pytest.FixtureRequest) -> Path:
+    """A committed report of a real run."""
+    return request.param
 
 
 #: A user's module: a small ranker on random rows with a planted signal; factories plant one fault each.

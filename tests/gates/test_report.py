@@ -9,50 +9,16 @@ import numpy as np
 import pytest
 from junitparser import JUnitXml
 from narrowgate.gates.decision import decide
-from narrowgate.gates.evidence import evidence_of, statistics_of
 from narrowgate.gates.files import check_writable, write_together
 from narrowgate.gates.junit import junit_failed_run, junit_report
-from narrowgate.gates.measurements import Measurements, StepTime
 from narrowgate.gates.policy import BUILTIN_POLICIES
-from narrowgate.gates.render import render_report, render_summary, terminal_text
-from narrowgate.gates.report import SCHEMA_FILE, RecipeFacts, Report, decided, load_report, report_schema
+from narrowgate.gates.render import fit, render_report, render_summary, terminal_text
+from narrowgate.gates.report import FILES, SCHEMA_FILE, SCHEMA_MINOR, Report, decided, load_report, report_schema
 from narrowgate.precision.errors import NarrowgateError
 
 jsonschema = pytest.importorskip("jsonschema")
 
 STANDARD = BUILTIN_POLICIES["standard"]
-
-
-def make_report(m: Measurements) -> Report:
-    decision = decide(m, STANDARD)
-    return Report(
-        schema_version=1,
-        verdict=decision.verdict,
-        reasons=decision.reasons,
-        recipe=RecipeFacts(
-            name="r1", description="d | d", hash="0" * 64, backend="native", resolved={"recipe": "r1"},
-            plan={"groups": [{"layers": 2, "fprop": "fp8_e4m3", "dgrad": "bf16", "wgrad": "bf16", "example": "a.b"}]},
-        ),
-        model={"name": "gem-tiny", "config": {"d": 32}},
-        data={"name": "synthetic", "bayes_ne": {"click": 0.7}},
-        environment={"torch": "2.13", "gpu": None},
-        gates=decision.gates,
-        statistics=statistics_of(m, decision),
-        evidence=evidence_of(m, STANDARD.alpha, "BF16 autocast, under torch.compile"),
-        policy=STANDARD,
-        wall_seconds={"all": 1.5},
-        measurements=m,
-    )  # fmt: skip
-
-
-@pytest.fixture
-def accepted(measurements) -> Report:
-    return make_report(measurements([1e-5 * x for x in (-1, 1, -1, 1, -1, 1, -1, 1)]))
-
-
-@pytest.fixture
-def rejected(measurements) -> Report:
-    return make_report(measurements([1e-2 + 1e-5 * x for x in range(8)], speed=StepTime(status="no_gpu")))
 
 
 def test_the_shipped_schema_is_current() -> None:
@@ -111,9 +77,9 @@ def test_markdown_says_the_verdict_first_and_fits_a_step_summary(accepted: Repor
     assert len(text.encode()) < 2**20
 
 
-def test_markdown_of_many_seeds_and_tasks_stays_below_the_limit(measurements) -> None:
+def test_markdown_that_is_too_long_is_cut_after_a_line_and_says_so(measurements, make_report) -> None:
     m = measurements(np.full(300, 1e-5))
-    tasks = tuple(f"task_{i}" for i in range(5))
+    tasks = tuple(f"task_{i}" for i in range(60))
     seeds = tuple(
         s.model_copy(
             update={
@@ -125,7 +91,25 @@ def test_markdown_of_many_seeds_and_tasks_stays_below_the_limit(measurements) ->
         )
         for s in m.seeds
     )
-    assert len(render_report(make_report(m.model_copy(update={"tasks": tasks, "seeds": seeds}))).encode()) < 2**20
+    report = make_report(m).model_copy(update={"measurements": m.model_copy(update={"tasks": tasks, "seeds": seeds})})
+    text = render_report(report)
+    assert 0.99 * 2**20 < len(text.encode()) <= 2**20
+    assert text.startswith("## ")
+    before, _, notice = text.rpartition("\n\n")
+    assert before.splitlines()[-1].endswith("|"), "cut inside a line"
+    assert notice.startswith("**Cut here**: ")
+    assert "`report.json` has everything" in notice
+
+
+@pytest.mark.parametrize("limit", [300, 333, 360])
+def test_a_cut_closes_what_it_opened_and_never_splits_a_character(limit: int) -> None:
+    text = "first\n<details><summary>more</summary>\n" + "äöü €\n" * 100 + "\n</details>\n"
+    cut = fit(text, "all.json", limit)
+    assert len(cut.encode()) <= limit
+    assert cut.count("<details>") == cut.count("</details>") == 1
+    left = len(text.encode()) - len(cut.partition("\n\n</details>")[0].encode()) - 1
+    assert f"{left} of {len(text.encode())} bytes" in cut
+    assert fit(text, "all.json") == text
 
 
 def test_texts_of_others_cannot_break_a_table(accepted: Report) -> None:
@@ -156,7 +140,7 @@ def test_junit_has_a_case_for_every_gate(accepted: Report, rejected: Report) -> 
     assert len({(case.classname, case.name) for case in found.values()}) == len(found)
 
 
-def test_junit_of_an_insane_baseline_shows_no_clean_sheet(measurements, arm) -> None:
+def test_junit_of_an_insane_baseline_shows_no_clean_sheet(measurements, arm, make_report) -> None:
     m = measurements([0.0] * 8)
     seeds = tuple(s.model_copy(update={"baseline": arm(1.5, 0.7), "candidate": arm(1.5, 0.7)}) for s in m.seeds)
     report = make_report(m.model_copy(update={"seeds": seeds}))
@@ -178,14 +162,73 @@ def test_the_summary_lists_every_recipe(accepted: Report, rejected: Report) -> N
     assert "(and 1 more)" in text
 
 
+#: A real run's report (two of its layers, every sixth point of its curves) by the version before minor versions.
+OLD = Path(__file__).with_name("reports") / "minor-0.json"
+
+
+def test_a_report_of_an_older_minor_version_is_read_and_gains_what_is_new(tmp_path: Path) -> None:
+    data = json.loads(OLD.read_text())
+    assert "schema_minor" not in data
+    jsonschema.validate(data, report_schema())
+    report = load_report(OLD)
+    assert report.verdict == data["verdict"]
+    write_together(tmp_path, report.files())
+    again = json.loads((tmp_path / "report.json").read_text())
+    assert again["schema_minor"] == SCHEMA_MINOR
+    assert again["gates"] == [
+        {**gate, **{k: None for k in again["gates"][0] if k not in gate}} for gate in data["gates"]
+    ]
+    assert (tmp_path / "report.html").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"schema_version": 0}, "schema_version: found 0, this version of narrowgate reads 1; measure again"),
+        (
+            {"schema_version": 2, "environment": {"narrowgate": "3.1"}},
+            "schema_version: found 2, this version of narrowgate reads 1; read it with narrowgate 3.1 or later",
+        ),
+        ({"schema_version": 2, "environment": None}, "reads 1; read it with a later narrowgate"),
+        (
+            {"schema_minor": SCHEMA_MINOR + 1, "environment": {"narrowgate": "0.9"}, "new_field": 1},
+            f"schema_minor: found {SCHEMA_MINOR + 1}, this version of narrowgate reads up to {SCHEMA_MINOR} of"
+            " schema_version 1; read it with narrowgate 0.9 or later",
+        ),
+        ({"schema_minor": "1"}, "schema_minor: found '1'"),
+        ({"schema_version": None}, "found no schema_version"),
+    ],
+)
+def test_other_versions_are_refused_with_one_clear_line(
+    tmp_path: Path, accepted: Report, changes: dict[str, Any], message: str
+) -> None:
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps({**json.loads(accepted.files()["report.json"]), **changes}))
+    with pytest.raises(NarrowgateError) as refused:
+        load_report(path)
+    assert message in str(refused.value)
+    assert len(str(refused.value).splitlines()) == 1
+
+
+def test_committed_reports_are_read_validate_and_decide_as_they_did(stored: Path) -> None:
+    data = json.loads(stored.read_text())
+    jsonschema.validate(data, report_schema())
+    report = load_report(stored)
+    level, family = report.statistics.accept_alpha, report.statistics.family
+    again = decided(
+        report, decide(report.measurements, report.policy, accept_alpha=level, family=family), report.policy
+    )
+    assert again.verdict == data["verdict"]
+    assert [gate.status for gate in again.gates] == [gate["status"] for gate in data["gates"]]
+
+
 class Killed(BaseException):
     """Stands for a kill: nothing may rely on catching it."""
 
 
-@pytest.mark.parametrize("survives", range(4))
+@pytest.mark.parametrize("survives", range(len(FILES) + 1))
 def test_a_kill_between_files_leaves_no_mixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, survives: int) -> None:
-    names = ("report.json", "report.md", "junit.xml")
-    write_together(tmp_path, dict.fromkeys(names, "old"))
+    write_together(tmp_path, dict.fromkeys(FILES, "old"))
     replace, count = Path.replace, iter(range(10))
 
     def dying(self: Path, target: Path) -> Path:
@@ -194,13 +237,13 @@ def test_a_kill_between_files_leaves_no_mixture(tmp_path: Path, monkeypatch: pyt
         return replace(self, target)
 
     monkeypatch.setattr(Path, "replace", dying)
-    if survives < 3:
+    if survives < len(FILES):
         with pytest.raises(Killed):
-            write_together(tmp_path, dict.fromkeys(names, "new"))
+            write_together(tmp_path, dict.fromkeys(FILES, "new"))
     else:
-        write_together(tmp_path, dict.fromkeys(names, "new"))
+        write_together(tmp_path, dict.fromkeys(FILES, "new"))
     left = {path.name: path.read_text() for path in tmp_path.iterdir()}
-    assert set(left) <= set(names)
+    assert set(left) <= set(FILES)
     assert len(set(left.values())) == 1
     assert left["report.json"] == ("old" if survives == 0 else "new")
 

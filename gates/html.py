@@ -1,0 +1,118 @@
+"""``report.html``: the report as one page that needs nothing but itself, with the charts that people read."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+from ruamel.yaml import YAML
+
+from .charts import WIDTH
+from .plots import loss_charts, quality_charts, speed_charts, wall_chart, waterfall
+from .render import gate_row, quality_lines
+from .report import Report
+
+_HERE = Path(__file__).parent
+_LEVELS = ("kernel", "module", "step", "distributed", "quality")
+#: Levels whose results the charts above them show already.
+_CHARTED = ("step", "quality")
+
+
+def render_html(report: Report) -> str:
+    """Return ``report.html``: the verdict with its reasons, then gates, charts, plan and environment.
+
+    No script, no request: styles and charts stand in the page, and its content policy forbids everything else.
+    """
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_HERE),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    charts = [*quality_charts(report), *loss_charts(report), *speed_charts(report), waterfall(report)]
+    return environment.get_template("report.html.jinja").render(
+        r=report,
+        width=WIDTH,
+        css=Markup((_HERE / "report.css").read_text(encoding="utf-8")),
+        gates=[{**gate_row(gate), "passed": gate.status} for gate in report.gates],
+        quality=quality_lines(report),
+        charts=[chart for chart in charts if chart is not None],
+        wall=wall_chart(report),
+        levels=[(name, getattr(report.evidence, name)) for name in _LEVELS],
+        results=[
+            (name, facts_of(level.results))
+            for name in _LEVELS
+            if name not in _CHARTED and (level := getattr(report.evidence, name)).results
+        ],
+        layers=[layer_row(layer) for layer in report.recipe.plan.get("layers", ())],
+        groups=report.recipe.plan.get("groups", ()),
+        recipe=_recipe_text(report.recipe.resolved),
+        facts=[
+            (title, facts_of(facts))
+            for title, facts in (
+                ("Environment", report.environment),
+                ("Model", report.model),
+                ("Data", report.data),
+                ("Policy", report.policy.model_dump()),
+            )
+        ],
+    )
+
+
+def facts_of(data: Any, prefix: str = "") -> list[tuple[str, str]]:
+    """Return nested data as (dotted name, text); what is None is left out."""
+    if isinstance(data, dict):
+        return [fact for key, value in data.items() for fact in facts_of(value, f"{prefix}.{key}" if prefix else key)]
+    if isinstance(data, list | tuple) and any(isinstance(value, dict) for value in data):
+        return [fact for i, value in enumerate(data) for fact in facts_of(value, f"{prefix}[{i}]")]
+    if data is None:
+        return []
+    if isinstance(data, list | tuple):
+        return [(prefix, ", ".join(_text(value) for value in data))]
+    return [(prefix, _text(data))]
+
+
+def layer_row(layer: dict[str, Any]) -> dict[str, Any]:
+    """Return a layer of a stored plan as the cells of a table: its shape and, for each path, what it multiplies."""
+    shape = [layer.get("in_features"), layer.get("out_features")]
+    paths = []
+    for name, path in layer.get("paths", {}).items():
+        operands = {key: path[key] for key in ("input", "weight", "grad") if key in path}
+        places = {
+            f"{by['file']}:{by['line']}" if by.get("line") else f"{by['file']}: defaults"
+            for key, by in path.get("set_by", {}).items()
+            if key in operands and by.get("file")
+        }
+        values = list(operands.values())
+        paths.append(
+            {
+                "name": name,
+                "text": values[0] if len(set(values)) == 1 else " · ".join(values),
+                "low": set(values) != {"bf16"},
+                "native": path.get("native", True),
+                "why": path.get("reason"),
+                "set_by": ", ".join(sorted(places)),
+            }
+        )
+    return {
+        "name": layer.get("name", ""),
+        "type": layer.get("type", ""),
+        "shape": " x ".join(str(n) for n in shape if n is not None),
+        "paths": paths,
+    }
+
+
+def _recipe_text(resolved: dict[str, Any]) -> str:
+    # Not through Recipe: a stored report may hold a recipe whose grammar this version has left behind.
+    out, yaml = io.StringIO(), YAML()
+    yaml.default_flow_style, yaml.width = False, 100
+    yaml.dump(resolved, out)
+    return out.getvalue()
+
+
+def _text(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
