@@ -45,17 +45,18 @@ def clip(x: Tensor, limit: Tensor) -> Tensor:
 
 def percentile(x: Tensor, p: float) -> Tensor:
     """Estimate the ``p``-th percentile (0 < p <= 100) of the finite magnitudes of ``x``; FP32, shape []; 0 if empty."""
-    magnitudes = _finite(x.reshape(-1).abs())
-    n = magnitudes.shape[0]
+    sample = x.reshape(-1)
+    n = sample.shape[0]
     if n == 0:
-        return magnitudes.new_zeros(())
+        return sample.new_zeros(())
     if n > SAMPLE:
         stretch = n // SAMPLE
         number = torch.arange(SAMPLE, device=x.device)
-        magnitudes = magnitudes[number * stretch + (_hash32(number) * stretch >> 32)]
+        offset = _hash32(number).mul_(stretch) >> 32
+        sample = sample.index_select(0, number.mul_(stretch).add_(offset))
         n = SAMPLE
     above = min(int(n * (100.0 - p) / 100.0 + 1e-6), n - 1)
-    return magnitudes.topk(above + 1).values[above]
+    return _finite(sample.abs()).topk(above + 1).values[above]
 
 
 def root_mean_square(x: Tensor) -> Tensor:

@@ -67,13 +67,12 @@ def round_stochastic(x: Tensor, fmt: ElementFormat, bits: Tensor) -> Tensor:
         return _round_bf16_stochastic(x, bits)
     x = x.clamp(-fmt.max, fmt.max)
     step, inverse = _spacing(x, fmt)
-    magnitude = (x * inverse).abs()
-    lower = torch.floor(magnitude)
-    # Both sides are exact in FP32 (the fraction is a difference of near numbers, the threshold has 17 bits), so a
-    # kernel that repeats the comparison gets the same answer whether or not its compiler fuses operations.
-    threshold = 1.0 - (bits.to(torch.float32) + 0.5) * 2.0**-SR_BITS
-    rounded = lower + (magnitude - lower >= threshold).to(torch.float32)
-    return torch.copysign(rounded * step, x)
+    # In units of 2**-17 steps the comparison is one of whole numbers below 2**21: cut the magnitude off, add 2k + 1,
+    # cut off to whole steps. All of it is exact in FP32, so a kernel that repeats it gets the same answer whether or
+    # not its compiler fuses operations. In place: these tensors are large, and a fresh page costs more than its sum.
+    units = torch.mul(x, inverse).abs_().mul_(2.0 ** (SR_BITS + 1)).floor_()
+    units.add_(bits, alpha=2).add_(1.0).mul_(2.0 ** -(SR_BITS + 1)).floor_()
+    return units.mul_(step).copysign_(x)
 
 
 def _spacing(x: Tensor, fmt: ElementFormat) -> tuple[Tensor, Tensor]:
