@@ -13,7 +13,8 @@ from typing import Literal
 
 from . import statistics
 from .gate_quality import judge_auc, judge_ne
-from .gate_run import judge_memory, judge_stability, judge_step_time
+from .gate_run import judge_memory, judge_step_time
+from .gate_stability import judge_stability
 from .judgement import Gate, Judgement, Levels, Reason
 from .measurements import Measurements, Record
 from .policy import Policy

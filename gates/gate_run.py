@@ -1,4 +1,4 @@
-"""Judges of the run itself: ``step_time``, ``stability`` and ``memory``."""
+"""Judges of what a run costs: ``step_time`` and ``memory``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from . import statistics
 from .judgement import Gate, Judgement, Levels, Reason, Status
-from .measurements import Measurements, SeedRun
+from .measurements import Measurements
 from .policy import Policy
 
 _SPEED_ABSENT = {
@@ -90,56 +90,6 @@ def _more_quartets(m: Measurements, policy: Policy) -> str:
     if needed is None or needed <= n:
         return "It is so close that more measuring is unlikely to decide it."
     return f"About {needed - n} more quartets would decide it: raise the policy's speed.budget_seconds."
-
-
-def judge_stability(m: Measurements, policy: Policy) -> Judgement:
-    """Judge training's stability: seeds in which the candidate was unstable, of which none is allowed."""
-    found = [(seed.seed, _instability(seed, policy)) for seed in m.seeds]
-    unstable = [(seed, why) for seed, why in found if why]
-    gate = Gate(
-        name="stability",
-        status="fail" if unstable else "pass" if m.seeds else "undecided",
-        metric="unstable seeds",
-        measured=float(len(unstable)),
-        ci_low=None,
-        ci_high=None,
-        threshold=0.0,
-        direction="below",
-    )
-    reasons = tuple(
-        Reason(code=code, text=f"In seed {seed} {text}.", gate="stability")
-        for seed, why in unstable
-        for code, text in [why[0]]
-    )
-    if not m.seeds:
-        reasons = (Reason(code="too_few_seeds", text="No seed was trained; run at least one.", gate="stability"),)
-    return Judgement(gate, reasons, 0.0 if gate.status == "pass" else None)
-
-
-def _instability(seed: SeedRun, policy: Policy) -> list[tuple[str, str]]:
-    """Return (code, clause) for everything unstable about the candidate, the most telling first."""
-    limits, own, base = policy.stability, seed.candidate.stability, seed.baseline.stability
-    found = []
-    if own.first_non_finite is not None:
-        what = "loss" if own.non_finite_losses else "gradient"
-        found.append(("non_finite", f"the candidate's {what} was not finite at step {own.first_non_finite}"))
-    first, last = seed.baseline.losses.last, seed.candidate.losses.last
-    if first is not None and last is not None and last > limits.divergence_ratio * first:
-        text = f"the candidate ended at a training loss of {last:.5f} where the baseline has {first:.5f}"
-        found.append(("diverged", text))
-    if own.spikes - base.spikes > limits.max_spikes:
-        text = (
-            f"the candidate's loss spiked at {own.spikes} step{'s' * (own.spikes != 1)}"
-            f" (the baseline's at {base.spikes}), first at step {own.first_spike}"
-        )
-        found.append(("loss_spike", text))
-    for name, share, limit in (
-        ("saturation", own.saturation, limits.max_saturation),
-        ("underflow", own.underflow, limits.max_underflow),
-    ):
-        if share is not None and share > limit:
-            found.append((name, f"{name} reached {100 * share:.2f} % of a tensor (limit {100 * limit:g} %)"))
-    return found
 
 
 def judge_memory(m: Measurements, policy: Policy) -> Judgement:

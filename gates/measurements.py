@@ -41,6 +41,34 @@ class LossSummary(Record):
     curve: tuple[tuple[int, float | None], ...]
 
 
+class Operand(Record):
+    """What quantization did to one operand of one layer, as narrowgate.precision.observer counts it.
+
+    Shares are of all elements, ``underflowed`` of the non-zero ones; ``worst_*`` is the worst observed step's.
+    """
+
+    layer: str
+    path: str
+    operand: str
+    #: The format expression.
+    format: str
+    steps: int
+    elements: int
+    amax: float
+    saturated: float
+    worst_saturated: float
+    worst_saturated_step: int
+    underflowed: float
+    worst_underflowed: float
+    worst_underflowed_step: int
+    #: Beyond a clip's limit on purpose, hence not counted as saturated.
+    clipped: float
+    worst_clipped: float
+    nonfinite: float
+    #: dB; None where nothing was lost.
+    sqnr_db: float | None
+
+
 class Stability(Record):
     """What every training step was watched for. Steps count from 1."""
 
@@ -54,9 +82,17 @@ class Stability(Record):
     first_spike: int | None
     #: Largest finite gradient norm.
     max_gradient_norm: float | None
-    #: Largest share over all quantized tensors; None where nobody counted.
+    #: Largest share in an observed step over all quantized tensors; None where nobody counted.
     saturation: float | None = None
     underflow: float | None = None
+    clipped: float | None = None
+    #: Steps in which tensors were counted, and why there are none, where there are none.
+    observed_steps: int = 0
+    not_observed: str | None = None
+    #: The operands that saturate, underflow or lose the most, the worst first.
+    worst: tuple[Operand, ...] = ()
+    #: Parameters whose gradient was absent or all zero in every observed step.
+    without_gradient: tuple[str, ...] = ()
 
 
 class ArmRun(Record):

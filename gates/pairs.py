@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from ..precision.errors import NarrowgateError
 from . import metrics, statistics
-from .measurements import ArmRun, LossSummary, RowEstimate, RowIntervals, SeedRun, Stability, TaskQuality
+from .measurements import ArmRun, LossSummary, RowEstimate, RowIntervals, SeedRun, TaskQuality
 from .policy import StabilityLimits
+from .stability import stability
 from .task import Task, base_rates, task_names
 from .train import RunError, Trained
 
@@ -69,6 +69,9 @@ class Pairing:
         ):
             if not same:
                 raise RunError(f"seed {seed}: {what} for the candidate than for the baseline, so they are no pair")
+        other = _other_training(baseline, candidate)
+        if other is not None:
+            raise RunError(f"seed {seed}: {other}, so they are no pair")
         names = self._names_of(baseline, candidate)
         run = SeedRun(seed=seed, baseline=self._arm(baseline, names), candidate=self._arm(candidate, names))
         return Pair(run, _row_differences(baseline, candidate), names)
@@ -86,7 +89,7 @@ class Pairing:
         return ArmRun(
             quality=_quality(trained, names, base_rates(self.task, len(names))),
             losses=summarise(trained.losses),
-            stability=stability(trained.losses, trained.gradient_norms, self.limits),
+            stability=stability(trained.losses, trained.gradient_norms, self.limits, trained.observed),
             peak_memory=trained.peak_memory,
             seconds=trained.seconds,
             first_step_seconds=trained.first_step_seconds,
@@ -127,32 +130,6 @@ def summarise(losses: Floats) -> LossSummary:
     return LossSummary(first=_finite(losses[:tenth].mean()), last=_finite(losses[-tenth:].mean()), curve=curve)
 
 
-def stability(losses: Floats, norms: Floats, limits: StabilityLimits) -> Stability:
-    """Count what went wrong in a training, from the loss and gradient norm of every step [steps].
-
-    A step spikes where its loss exceeds ``spike_factor`` times the median of the ``spike_window`` steps before it;
-    steps with a median that is not positive cannot.
-    """
-    bad_loss, bad_norm = ~np.isfinite(losses), ~np.isfinite(norms)
-    bad = np.flatnonzero(bad_loss | bad_norm)
-    window = limits.spike_window
-    spikes = np.zeros(0, dtype=int)
-    if len(losses) > window:
-        before = np.median(sliding_window_view(losses, window)[:-1], axis=1)
-        with np.errstate(invalid="ignore"):
-            spikes = window + np.flatnonzero((before > 0) & (losses[window:] > limits.spike_factor * before))
-    finite = norms[~bad_norm]
-    return Stability(
-        steps=len(losses),
-        non_finite_losses=int(bad_loss.sum()),
-        non_finite_gradients=int(bad_norm.sum()),
-        first_non_finite=int(bad[0]) + 1 if bad.size else None,
-        spikes=len(spikes),
-        first_spike=int(spikes[0]) + 1 if spikes.size else None,
-        max_gradient_norm=float(finite.max()) if finite.size else None,
-    )
-
-
 def _quality(trained: Trained, names: tuple[str, ...], rates: Sequence[float | None]) -> dict[str, TaskQuality]:
     if trained.logits is None or trained.labels is None:
         return {name: TaskQuality(log_loss=None, ne=None, auc=None, calibration=None, note=_BROKEN) for name in names}
@@ -188,6 +165,17 @@ def _row_differences(baseline: Trained, candidate: Trained) -> RowDifferences | 
         weights=baseline.row_weights,
         groups=baseline.groups,
     )
+
+
+def _other_training(baseline: Trained, candidate: Trained) -> str | None:
+    """Say what the arms' optimizers differ in; a training that broke off has no last step to compare."""
+    whole = len(baseline.losses) == len(candidate.losses)
+    pairs = list(zip(baseline.optimizer, candidate.optimizer, strict=False))
+    for own, other in pairs if whole else pairs[: len(pairs) // 2]:
+        for name in own.keys() & other.keys():
+            if own[name] != other[name]:
+                return f"optimizer() trains the candidate with {name} {other[name]} and the baseline with {own[name]}"
+    return None
 
 
 def _same_rows(baseline: Trained, candidate: Trained) -> bool:

@@ -42,6 +42,8 @@ class StabilityLimits(_Section):
     #: Largest share of saturated elements, and of non-zero elements turned into zeros, of any quantized tensor.
     max_saturation: Share = Field(default=0.01, ge=0, le=1)
     max_underflow: Share = Field(default=0.5, ge=0, le=1)
+    #: Quantized tensors are counted in the first two steps of a training and in every so manieth.
+    observe_every: int = Field(default=25, ge=1)
 
 
 class SpeedPlan(_Section):

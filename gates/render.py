@@ -10,6 +10,7 @@ import jinja2
 
 from .judgement import Gate
 from .report import Report
+from .stability import numerics_lines
 
 #: Bytes that a GitHub step summary takes at most; it drops a longer one whole.
 STEP_SUMMARY_LIMIT = 2**20
@@ -77,9 +78,7 @@ def quality_lines(report: Report) -> list[str]:
         if isinstance(best, dict) and isinstance(best.get(task), float):
             text += f", {_value(best[task])} Bayes-optimal"
         lines.append(f"{text}; AUC {_value(other['auc'])}, {_value(own['auc'])}")
-    if all(s.candidate.stability.saturation is None for s in report.measurements.seeds):
-        lines.append("saturation and underflow: not counted, so the stability gate does not judge them")
-    return lines
+    return [*lines, *numerics_lines([seed.candidate.stability for seed in report.measurements.seeds])]
 
 
 def short_reason(report: Report) -> str:

@@ -33,7 +33,8 @@ class Job:
         """Return the named arms, the baseline first."""
         steps = self.source.steps
         named: list[tuple[str, Recipe | None]] = [(BASELINE, None), *((r.name, r) for r in self.recipes)]
-        return [(name, Arm(task, device, recipe, self.backend, steps)) for name, recipe in named]
+        every = self.limits.observe_every
+        return [(name, Arm(task, device, recipe, self.backend, steps, observe_every=every)) for name, recipe in named]
 
 
 def train_seed(

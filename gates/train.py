@@ -26,7 +26,9 @@ from ..precision.errors import NarrowgateError
 from .arithmetic import Arithmetic
 from .batches import fingerprint, length, tensors, to_device, weights_fingerprint
 from .rows import rows_for
+from .stability import NOT_OBSERVED, Observed
 from .task import Prediction, Task, make_optimizer
+from .tensor_watch import TensorWatch
 
 if TYPE_CHECKING:
     from ..recipes.plan import Plan
@@ -41,6 +43,8 @@ _FETCH_EVERY = 20
 _RECOMPILES = 64
 #: A draw is numbered optimizer step * 2**32 + forward: room for 2**20 steps a seed.
 _DRAWS_A_SEED_BITS = 52
+#: What both arms' optimizers must agree on, as far as they have it.
+_HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "amsgrad")
 
 
 class RunError(RuntimeError):
@@ -67,6 +71,22 @@ class Trained:
     peak_memory: int | None
     seconds: float
     first_step_seconds: float
+    #: The optimizer's hyperparameters by parameter group after the first and after the last step.
+    optimizer: tuple[dict[str, Any], ...] = ()
+    observed: Observed = NOT_OBSERVED
+
+
+@dataclass
+class _Fit:
+    """What :meth:`Arm._fit` hands back."""
+
+    losses: NDArray[np.float64]
+    norms: NDArray[np.float64]
+    first_batch: str
+    first_step_seconds: float
+    optimizer: tuple[dict[str, Any], ...]
+    #: Allocator peak in bytes, without the passes that only count.
+    peak: int | None
 
 
 @dataclass
@@ -78,6 +98,7 @@ class Arm:
         backend: overrides the recipe's backend.
         steps: at most so many training steps a seed; None for all batches.
         compiled: compile once and re-initialise in place; None is on a GPU only.
+        observe_every: how often tensors are watched (:mod:`narrowgate.gates.stability`); None is never.
     """
 
     task: Task
@@ -86,6 +107,7 @@ class Arm:
     backend: str | None = None
     steps: int | None = None
     compiled: bool | None = None
+    observe_every: int | None = None
     _model: nn.Module | None = None
     _callable: Any = None
     _plan: Plan | None = None
@@ -102,28 +124,28 @@ class Arm:
             RunError: the task has no batches, or contradicts itself.
             NarrowgateError: the recipe or what the task returns cannot be used.
         """
-        cuda = self.device.type == "cuda"
         weights = self.start(seed)
-        if cuda:
-            torch.cuda.reset_peak_memory_stats(self.device)
+        self._reset_peak()
         started = time.perf_counter()
-        losses, norms, first_batch, first_step = self._fit(seed, watch)
-        peak = torch.cuda.max_memory_allocated(self.device) if cuda else None
-        broken = not (np.isfinite(losses).all() and np.isfinite(norms).all())
+        tensors_watch = self._tensor_watch()
+        fit = self._fit(seed, watch, tensors_watch)
+        broken = not (np.isfinite(fit.losses).all() and np.isfinite(fit.norms).all())
         predicted = (None, None, None, None) if broken else self._predict()
         return Trained(
             seed=seed,
             weights=weights,
-            first_batch=first_batch,
-            losses=losses,
-            gradient_norms=norms,
+            first_batch=fit.first_batch,
+            losses=fit.losses,
+            gradient_norms=fit.norms,
             logits=predicted[0],
             labels=predicted[1],
             row_weights=predicted[2],
             groups=predicted[3],
-            peak_memory=peak,
+            peak_memory=fit.peak,
             seconds=time.perf_counter() - started,
-            first_step_seconds=first_step,
+            first_step_seconds=fit.first_step_seconds,
+            optimizer=fit.optimizer,
+            observed=tensors_watch.result(),
         )
 
     def start(self, seed: int) -> str:
@@ -187,28 +209,47 @@ class Arm:
         optimizer = make_optimizer(self.task, self._model)
         return optimizer if self._plan is None else self._plan.wrap_optimizer(optimizer)
 
-    def _fit(self, seed: int, watch: Watch) -> tuple[NDArray[np.float64], NDArray[np.float64], str, float]:
+    def _tensor_watch(self) -> TensorWatch:
+        """Return what watches tensors: gradients in every arm, operands where the native backend quantizes them."""
+        if self._plan is None:
+            return TensorWatch(self.observe_every, counts=False, why_not="nothing is quantized")
+        native = self._plan.backend == "native"
+        return TensorWatch(self.observe_every, native, f"backend {self._plan.backend} does not tell")
+
+    def _fit(self, seed: int, watch: Watch, tensor_watch: TensorWatch) -> _Fit:
         assert self._model is not None
-        self._model.train()
+        model = self._model
+        model.train()
         optimizer, arithmetic = self._optimizer(), Arithmetic.of(self.device)
         batches, total = self.batches(seed)
         fetched: list[NDArray[np.float64]] = []
         waiting: list[Tensor] = []
-        first_batch, first_step, started = "", 0.0, time.perf_counter()
+        facts: list[dict[str, Any]] = []
+        first_batch, first_step, peak, started = "", 0.0, None, time.perf_counter()
         fetch_every = _FETCH_EVERY if self.device.type == "cuda" else 1
         step = 0
         seed_generators(_dropout_seed(seed))
+
+        def loss_of(callable_: Any, batch: Any) -> Tensor:
+            with arithmetic.context():
+                return self.task.loss(callable_, batch)
+
         for step, batch in enumerate(batches, 1):
             if step == 1:
                 first_batch = fingerprint(tensors(batch))
             batch = to_device(batch, self.device)
+            if self.compiled and tensor_watch.due(step):
+                peak = self._peak(peak)
+                tensor_watch.probe(step, model, lambda batch=batch: loss_of(model, batch))
+                self._reset_peak()
             optimizer.zero_grad(set_to_none=True)
-            with arithmetic.context():
-                loss = self.task.loss(self._callable, batch)
-            if loss.numel() != 1:
-                raise NarrowgateError(f"loss() returned a tensor of shape {list(loss.shape)}, expected a scalar")
-            loss.backward()
-            waiting.append(torch.stack([loss.detach().reshape(()).float(), gradient_norm(self._model)]))
+            with contextlib.nullcontext() if self.compiled else tensor_watch.within(step):
+                loss = loss_of(self._callable, batch)
+                if loss.numel() != 1:
+                    raise NarrowgateError(f"loss() returned a tensor of shape {list(loss.shape)}, expected a scalar")
+                loss.backward()
+            waiting.append(torch.stack([loss.detach().reshape(()).float(), gradient_norm(model)]))
+            tensor_watch.gradients(step, model)
             optimizer.step()
             if step % fetch_every == 0 or step == 1:
                 fetched.append(torch.stack(waiting).double().cpu().numpy())
@@ -216,6 +257,7 @@ class Arm:
                 watch(step, total, float(fetched[-1][-1, 0]))
                 if step == 1:
                     first_step = time.perf_counter() - started
+                    facts = hyperparameters(optimizer)
                 if not np.isfinite(fetched[-1]).all():
                     break
         if waiting:
@@ -224,7 +266,23 @@ class Arm:
             raise NarrowgateError(f"train_batches({seed}) yielded no batch")
         watch(step, step, float(fetched[-1][-1, 0]))
         values = np.concatenate(fetched)
-        return values[:, 0], values[:, 1], first_batch, first_step
+        return _Fit(
+            losses=values[:, 0],
+            norms=values[:, 1],
+            first_batch=first_batch,
+            first_step_seconds=first_step,
+            optimizer=(*facts, *hyperparameters(optimizer)),
+            peak=self._peak(peak),
+        )
+
+    def _peak(self, before: int | None) -> int | None:
+        if self.device.type != "cuda":
+            return None
+        return max(before or 0, torch.cuda.max_memory_allocated(self.device))
+
+    def _reset_peak(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
 
     def _predict(self) -> tuple[Any, Any, Any, Any]:
         # Not the compiled one: a second graph an arm costs a minute to compile, for some batches.
@@ -297,6 +355,18 @@ def gradient_norm(model: nn.Module) -> Tensor:
         raise NarrowgateError("no parameter has a gradient after loss().backward()")
     grads = [g._values() if g.is_sparse else g for g in grads]
     return torch.nn.utils.get_total_norm(grads).float()
+
+
+def hyperparameters(optimizer: Any) -> list[dict[str, Any]]:
+    """Return what an optimizer trains each of its parameter groups with; empty where it does not say."""
+    groups = getattr(optimizer, "param_groups", [])
+    return [{name: _plain(group[name]) for name in _HYPERPARAMETERS if name in group} for group in groups]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return [_plain(part) for part in value]
+    return float(value) if isinstance(value, Tensor) else value
 
 
 def _dropout_seed(seed: int) -> int:

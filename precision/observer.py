@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .metrics import saturated, underflowed
+from .metrics import saturated
 from .quantization import QuantizedTensor
 from .quantization import prepare as rotated_and_clipped
 
@@ -107,22 +107,23 @@ def quantized(layer: str, path: str, operand: str, x: Tensor, q: QuantizedTensor
 def _count(x: Tensor, q: QuantizedTensor) -> Tensor:
     """FP64 [9]: elements, non-zero, saturated, underflowed, clipped, non-finite, signal, noise, amax."""
     x = x.detach().float()
-    before = rotated_and_clipped(x, q.spec.replace(clip_p=None, clip_rms=None), q.dim)
-    after = before if q.spec.clip_p is None and q.spec.clip_rms is None else rotated_and_clipped(x, q.spec, q.dim)
+    unclipped = q.spec.clip_p is None and q.spec.clip_rms is None
+    before = x if q.spec.hadamard is None else rotated_and_clipped(x, q.spec.replace(clip_p=None, clip_rms=None), q.dim)
+    after = before if unclipped else rotated_and_clipped(x, q.spec, q.dim)
     stored = q.dequantize(rotated=True)
-    finite = torch.isfinite(stored) & torch.isfinite(before)
-    # Against the values before the clip: what the clip takes away is lost as well.
-    signal = torch.where(finite, before, 0).double()
-    noise = signal - torch.where(finite, stored, 0).double()
-    magnitude = torch.where(torch.isfinite(x), x, 0).abs()
+    # Against the values before the clip: what the clip takes away is lost as well. A non-finite element makes its
+    # group's scale NaN, so what is stored tells of both, and 0 * NaN takes both out of the sums.
+    signal = torch.nan_to_num(before + 0 * stored, nan=0, posinf=0, neginf=0)
+    noise = torch.nan_to_num(before - stored, nan=0, posinf=0, neginf=0)
+    magnitude = torch.nan_to_num(x.abs(), nan=0, posinf=0)
     counts = (
-        (after != 0).sum(),
-        saturated(after, q).sum(),
-        underflowed(after, q).sum(),
-        ((after != before) & torch.isfinite(before)).sum(),
-        (~torch.isfinite(stored)).sum(),
-        signal.square().sum(),
-        noise.square().sum(),
+        after.count_nonzero(),
+        saturated(after, q).count_nonzero(),
+        ((stored == 0) & (after != 0)).count_nonzero(),
+        stored.new_zeros(()) if unclipped else ((after != before) & (before.abs() < torch.inf)).count_nonzero(),
+        (stored != stored).count_nonzero(),
+        torch.linalg.vector_norm(signal, dtype=torch.float64).square(),
+        torch.linalg.vector_norm(noise, dtype=torch.float64).square(),
         magnitude.amax() if x.numel() else magnitude.sum(),
     )
     elements = torch.full((), x.numel(), dtype=torch.float64, device=x.device)

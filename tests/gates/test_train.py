@@ -8,8 +8,9 @@ import pytest
 import torch
 from narrowgate.gates import train
 from narrowgate.gates.batches import fingerprint, length, tensors, to_device, weights_fingerprint
-from narrowgate.gates.pairs import Pairing, combine, stability, summarise
+from narrowgate.gates.pairs import Pairing, combine, summarise
 from narrowgate.gates.policy import StabilityLimits
+from narrowgate.gates.stability import stability
 from narrowgate.gates.task import TaskSource, load_task, task_names
 from narrowgate.gates.train import Arm, RunError, gradient_norm
 from narrowgate.precision.errors import NarrowgateError
