@@ -11,8 +11,9 @@ wgrad  dW [N,K] = dyᵀ · x          grad, input     M
 =====  ==========================  ==============  =========
 
 An operand is quantized along its path's contraction. Where two paths ask for the same codes (same spec, a scale that
-survives a transpose, nearest rounding) the tensor is quantized once. Backward keeps the wgrad operand itself, one byte
-an element where it is FP8, not the activation it came from. Weights are quantized straight from their master dtype.
+survives a transpose, nearest rounding) the tensor is quantized once; where they do not, one kernel still makes both.
+Backward keeps the wgrad operand itself, one byte an element where it is FP8, not the activation it came from, and the
+dgrad weight. Weights are quantized straight from their master dtype.
 
 An existing module is lowered by swapping its class, so its Parameters, hooks, name and ``isinstance(m, nn.Linear)``
 stay what they were.
@@ -29,7 +30,7 @@ from .config import LinearConfig
 from .errors import NarrowgateError
 from .gemm import dense_gemm, scaled_gemm
 from .layer import LayerState, LowPrecisionLayer, layer_state, original_type, restore_layer, swap
-from .operands import Operand, prepare, restore, save, shared
+from .operands import Operand, prepare, prepare_both, restore, save
 from .quantization import QuantizedTensor
 
 __all__ = [
@@ -138,20 +139,18 @@ class _LinearFunction(torch.autograd.Function):
     ) -> Tensor:
         config = state.config
         needs_dx, needs_dw = ctx.needs_input_grad[:2]
-        x_fprop = prepare(x, 1, "fprop", 0, state, draw, recording)
-        w_fprop = prepare(weight, 1, "fprop", 1, state, draw, recording)
-        # Backward multiplies the wgrad input, made now while x is at hand, and the dgrad weight: its codes where
-        # fprop has them already, else quantized again from the weight, which lives anyway.
-        x_wgrad = w_dgrad = None
-        if needs_dw:
-            x_wgrad = shared(x_fprop, config.fprop.first, config.wgrad.second)
-            if x_wgrad is None:
-                x_wgrad = prepare(x, 0, "wgrad", 1, state, draw, recording)
-        if needs_dx:
-            w_dgrad = shared(w_fprop, config.fprop.second, config.dgrad.second)
+        # Backward multiplies the wgrad input and the dgrad weight: both made now, in the pass that reads the tensor.
+        x_fprop, x_wgrad = prepare_both(x, ("fprop", 0), ("wgrad", 1) if needs_dw else None, state, draw, recording)
+        # A dense dgrad weight is the weight itself, which lives anyway.
+        dense_weight = needs_dx and config.dgrad.second.high_precision
+        w_fprop, w_dgrad = prepare_both(
+            weight, ("fprop", 1), ("dgrad", 1) if needs_dx and not dense_weight else None, state, draw, recording
+        )
         ctx.state, ctx.x_dtype, ctx.weight_dtype, ctx.recording = state, x.dtype, weight.dtype, recording
-        ctx.quantized_weight = w_dgrad is not None
-        ctx.layout = save(ctx, [w_dgrad if w_dgrad is not None else weight if needs_dx else None, x_wgrad, draw])
+        ctx.dense_weight = dense_weight
+        ctx.layout = save(ctx, [weight if dense_weight else w_dgrad, x_wgrad, draw])
+        assert x_fprop is not None
+        assert w_fprop is not None
         return _multiply(x_fprop, w_fprop, state, "fprop", dtype)
 
     @staticmethod
@@ -163,21 +162,19 @@ class _LinearFunction(torch.autograd.Function):
                 "leave it out of the recipe, or take the gradient without create_graph"
             )
         (dy,) = grads
-        config, recording = state.config, ctx.recording
+        recording = ctx.recording
         weight, x_wgrad, draw = restore(ctx.layout, ctx.saved_tensors)
         needs_dx, needs_dw = ctx.needs_input_grad[:2]
-        dx = dw = dy_dgrad = dy_wgrad = None
+        dx = dw = None
         with torch.autocast(dy.device.type, enabled=False):
-            if needs_dx:
-                dy_dgrad = prepare(dy, 1, "dgrad", 0, state, draw, recording)
-                if not ctx.quantized_weight:
+            dy_dgrad, dy_wgrad = prepare_both(
+                dy, ("dgrad", 0) if needs_dx else None, ("wgrad", 0) if needs_dw else None, state, draw, recording
+            )
+            if dy_dgrad is not None:
+                if ctx.dense_weight:
                     weight = prepare(weight, 0, "dgrad", 1, state, draw, recording)
                 dx = _multiply(dy_dgrad, weight, state, "dgrad", ctx.x_dtype)
-            if needs_dw:
-                if dy_dgrad is not None:
-                    dy_wgrad = shared(dy_dgrad, config.dgrad.first, config.wgrad.first)
-                if dy_wgrad is None:
-                    dy_wgrad = prepare(dy, 0, "wgrad", 0, state, draw, recording)
+            if dy_wgrad is not None:
                 dw = _multiply(dy_wgrad, x_wgrad, state, "wgrad", ctx.weight_dtype)
         return dx, dw, None, None, None, None
 

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from . import observer
+from .casting import Request, quantize_both
+from .casting import shared as same_codes
 from .config import OPERANDS
 from .layer import LayerState
 from .quantization import QuantizedTensor, quantize
@@ -33,37 +35,85 @@ def prepare(
         draw: the forward's number; needed where the operand is rounded stochastically.
         recording: whether a delayed scale's history takes this amax in.
     """
-    gemm = getattr(state.config, path)
-    spec: Spec = gemm.second if position else gemm.first
+    use = (path, position)
+    spec = _spec(state, use)
     if spec.high_precision and not spec.sr:
         dense = x.to(torch_dtype(spec.fmt.element))
     else:
-        operand, seed = OPERANDS[path][position], None
-        if spec.sr:
-            assert draw is not None
-            seed = state.seed(path, operand, draw)
-        quantized = quantize(x, spec, dim=dim, seed=seed, history=state.history(path, operand, recording))
+        request = _request(state, use, draw, recording)
+        if x.dim() == 2 and not spec.high_precision:
+            found = quantize_both(x, *((request, None) if dim == 1 else (None, request)))
+            quantized = found[1 - dim]
+            assert quantized is not None
+        else:
+            quantized = quantize(x, spec, dim=dim, seed=request.seed, history=request.history)
         if not spec.high_precision:
             # Constant within a compiler, so that no graph depends on whether somebody watches.
             if not torch.compiler.is_compiling():
-                observer.quantized(state.name, path, operand, x, quantized)
+                _tell(state, use, x, quantized)
             return quantized
         dense = quantized.data
     return dense if dim == x.dim() - 1 else dense.mT
 
 
+def _spec(state: LayerState, use: Use) -> Spec:
+    gemm = getattr(state.config, use[0])
+    return gemm.second if use[1] else gemm.first
+
+
+def _request(state: LayerState, use: Use, draw: Tensor | None, recording: bool) -> Request:
+    spec, (path, operand) = _spec(state, use), (use[0], OPERANDS[use[0]][use[1]])
+    seed = None
+    if spec.sr:
+        assert draw is not None
+        seed = state.seed(path, operand, draw)
+    return Request(spec, seed, state.history(path, operand, recording))
+
+
+def _tell(state: LayerState, use: Use, x: Tensor, quantized: QuantizedTensor | None) -> None:
+    if quantized is not None:
+        observer.quantized(state.name, use[0], OPERANDS[use[0]][use[1]], x, quantized)
+
+
+#: One use of a tensor: the GEMM path, and which operand of it (0 or 1).
+Use = tuple[str, int]
+
+
+def prepare_both(
+    x: Tensor, rows: Use | None, columns: Use | None, state: LayerState, draw: Tensor | None, recording: bool
+) -> tuple[Operand | None, Operand | None]:
+    """Bring ``x`` [M, N] into the formats of a use that contracts its columns and of one that contracts its rows.
+
+    Args:
+        x: the tensor in high precision.
+        rows: the use that contracts over columns; None where there is none.
+        columns: the use that contracts over rows; None where there is none.
+        state: the layer's.
+        draw: as for :func:`prepare`.
+        recording: as for :func:`prepare`.
+    """
+    if rows is not None and columns is not None and not (_spec(state, rows).high_precision or
+                                                         _spec(state, columns).high_precision):  # fmt: skip
+        found = quantize_both(x, _request(state, rows, draw, recording), _request(state, columns, draw, recording))
+        if not torch.compiler.is_compiling():
+            for use, quantized in zip((rows, columns), found, strict=True):
+                _tell(state, use, x, quantized)
+        return found
+    first = None if rows is None else prepare(x, 1, *rows, state, draw, recording)
+    second = None
+    if columns is not None:
+        if first is not None and rows is not None:
+            second = shared(first, _spec(state, rows), _spec(state, columns))
+        if second is None:
+            second = prepare(x, 0, *columns, state, draw, recording)
+    return first, second
+
+
 def shared(operand: Operand, spec: Spec, wanted: Spec) -> Operand | None:
     """The same codes seen from the other contraction axis, or None where ``wanted`` asks for others."""
-    if spec != wanted or spec.sr or spec.hadamard is not None:
-        return None
     if isinstance(operand, Tensor):
-        return operand.mT
-    square = spec.block is not None and spec.block[0] == spec.block[1]
-    if spec.granularity == "tensor" or square:
-        # FP4 codes are packed along the contraction: they would have to be unpacked to turn.
-        other = 2 * len(operand.shape) - 3 - operand.dim
-        return None if spec.fmt.element.bits == 4 else replace(operand, dim=other)
-    return None
+        return operand.mT if spec == wanted and not spec.sr else None
+    return replace(operand, dim=2 * len(operand.shape) - 3 - operand.dim) if same_codes(spec, wanted) else None
 
 
 #: How one saved operand is put together again from saved tensors: None, a plain tensor, or a quantized one.
