@@ -208,6 +208,50 @@ def plan(
 
 
 @app.command()
+def inspect(
+    recipe: Annotated[
+        str, typer.Argument(metavar="RECIPE", help="A built-in name or a file.", autocompletion=_recipe_names)
+    ],
+    model: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="A built-in model, for example gem-small [default: gem-tiny].", autocompletion=_model_names),
+    ] = None,
+    data: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="Its input: synthetic, ml-100k:DIR or ml-1m:DIR [default: synthetic]."),
+    ] = None,
+    task: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="Your own model instead: package.module:factory. Runs that module's code."),
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps to watch.")] = 10,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of weights, batches and dropout.")] = 0,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    json: Json = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
+) -> None:
+    """Train a few steps and show what each format does to each tensor: amax, saturation, underflow, clips, SQNR.
+
+    Example: narrowgate inspect gem-fp8 --model gem-tiny --steps 10
+    """
+    from .cli_inspect import InspectOptions, inspect_command
+
+    inspect_command(
+        InspectOptions(
+            recipe=recipe,
+            model=model,
+            data=data,
+            task=task,
+            steps=steps,
+            seed=seed,
+            device=device,
+            json=json,
+            quiet=quiet,
+        )
+    )
+
+
+@app.command()
 def recipes(json: Json = False) -> None:
     """List the built-in recipes.
 

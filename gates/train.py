@@ -148,6 +148,12 @@ class Arm:
             observed=tensors_watch.result(),
         )
 
+    def observe(self, seed: int, watch: Watch) -> tuple[NDArray[np.float64], Observed]:
+        """Train under ``seed`` without predicting; return the losses [steps] and what was seen of tensors."""
+        self.start(seed)
+        tensor_watch = self._tensor_watch()
+        return self._fit(seed, watch, tensor_watch).losses, tensor_watch.result()
+
     def start(self, seed: int) -> str:
         """Put the model into its initial state for ``seed``; return the hash of its weights before any recipe."""
         seed_generators(seed)

@@ -167,7 +167,9 @@ def test_doctor_says_what_is_native_and_why_not(narrowgate) -> None:
     assert "formats on" in text
 
 
-@pytest.mark.parametrize("command", [[], ["gate"], ["plan"], ["recipes"], ["show"], ["validate"], ["doctor"]])
+@pytest.mark.parametrize(
+    "command", [[], ["gate"], ["plan"], ["inspect"], ["recipes"], ["show"], ["validate"], ["doctor"]]
+)
 def test_help_answers_without_loading_what_the_work_needs(command: list[str]) -> None:
     code = f"""
 import sys
