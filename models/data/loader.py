@@ -198,8 +198,15 @@ def padded_tokens(lengths: Ints, size: int, training: TrainingConfig, *, balance
         balanced: whether these batches are balanced where ``training`` says so.
     """
     pool = training.balance.pool if balanced and training.balance is not None else 1
-    bound = size * float(lengths.mean()) + 6 * float(lengths.std()) * (size / pool) ** 0.5
-    return min(training.round_up(int(bound) + 1), training.round_up(size * int(lengths.max())))
+    return padded_bound(float(lengths.mean()), float(lengths.std()), int(lengths.max()), size, training, pool)
+
+
+def padded_bound(
+    mean: float, deviation: float, longest: int, size: int, training: TrainingConfig, pool: int = 1
+) -> int:
+    """Return :func:`padded_tokens` from the mean, the deviation and the largest of the rows' lengths."""
+    bound = size * mean + 6 * deviation * (size / pool) ** 0.5
+    return min(training.round_up(int(bound) + 1), training.round_up(size * longest))
 
 
 def to_device(array: Array, device: torch.device) -> Tensor:

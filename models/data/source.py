@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypedDict
 
 import torch
 
-from ...precision.errors import NarrowgateError, NotBuiltError, did_you_mean
-from ..presets import Preset, get_preset
+from ...precision.errors import NarrowgateError, did_you_mean
+from ..presets import Preset, TrainingConfig, get_preset
 from . import movielens, synthetic
 from .loader import BatchSource, Dataset
 from .rows import RowData
@@ -22,17 +23,20 @@ _FOLDERS: dict[str, Callable[[Path], RowData]] = {
     "ml-100k": movielens.read_ml_100k,
     "ml-1m": movielens.read_ml_1m,
 }
-#: Named by the contract, not readable yet.
-_PLANNED = ("criteo", "table")
+#: Sources that are read as a stream from one file.
+_FILES = ("criteo", "table")
 
 
 def open_data(
     uri: str, preset: str | Preset = "gem-tiny", *, device: str | torch.device = "cpu", steps: int | None = None
 ) -> BatchSource:
-    """Open ``synthetic``, ``ml-100k:DIR`` or ``ml-1m:DIR`` for a preset.
+    """Open a data source for a preset.
+
+    ``synthetic`` · ``ml-100k:DIR`` · ``ml-1m:DIR`` · ``criteo:FILE[?rows=N&buckets=N]`` ·
+    ``table:FILE[?schema=SCHEMA&rows=N]``, whose schema is ``FILE`` with ``.yaml`` for its suffixes unless named.
 
     Args:
-        uri: the source's name and, behind a colon, its folder.
+        uri: the source's name and, behind a colon, its place.
         preset: a built-in size or a :class:`Preset`: batch sizes, steps, history length, amount of generated data.
         device: where the batches shall be.
         steps: training batches of a run; the preset's number by default.
@@ -40,36 +44,78 @@ def open_data(
     Raises:
         NarrowgateError: unknown source, missing folder or files, a corrupt line (with file and line number), too few
             rows.
-        NotBuiltError: a source that this version does not read.
     """
     settings = get_preset(preset) if isinstance(preset, str) else preset
     name, colon, place = uri.partition(":")
+    room: _Room = {"max_events": settings.model.max_events, "device": device, "steps": steps}
     if name == _GENERATED:
         if colon:
             raise NarrowgateError(f"data source '{name}' takes no place, found '{uri}'")
         if isinstance(settings.synthetic, StreamConfig):
-            return StreamDataset(
-                settings.synthetic,
-                settings.training,
-                max_events=settings.model.max_events,
-                device=device,
-                steps=steps,
-            )
-        rows = synthetic.generate(settings.synthetic)
-    elif name in _FOLDERS:
+            return StreamDataset(settings.synthetic, settings.training, **room)
+        return Dataset(synthetic.generate(settings.synthetic), settings.training, **room)
+    if name in _FOLDERS:
         if not place:
             raise NarrowgateError(f"data source '{name}' needs its folder: {name}:DIR, found '{uri}'")
-        rows = _FOLDERS[name](_folder(name, place))
-    elif name in _PLANNED:
-        raise NotBuiltError(f"data source '{name}' is not built in this version (built: {', '.join(_known())})")
-    else:
-        hint = did_you_mean(name, [_GENERATED, *_FOLDERS])
-        raise NarrowgateError(f"unknown data source '{name}'{hint} (known: {', '.join(_known())})")
-    return Dataset(rows, settings.training, max_events=settings.model.max_events, device=device, steps=steps)
+        return Dataset(_FOLDERS[name](_folder(name, place)), settings.training, **room)
+    if name in _FILES:
+        if not place:
+            raise NarrowgateError(f"data source '{name}' needs its file: {name}:FILE, found '{uri}'")
+        return _open_file(name, place, settings.training, room)
+    hint = did_you_mean(name, [_GENERATED, *_FOLDERS, *_FILES])
+    raise NarrowgateError(f"unknown data source '{name}'{hint} (known: {', '.join(_known())})")
+
+
+class _Room(TypedDict):
+    max_events: int
+    device: str | torch.device
+    steps: int | None
 
 
 def _known() -> list[str]:
-    return [_GENERATED, *(f"{name}:DIR" for name in _FOLDERS)]
+    return [_GENERATED, *(f"{name}:DIR" for name in _FOLDERS), *(f"{name}:FILE" for name in _FILES)]
+
+
+def _open_file(name: str, place: str, training: TrainingConfig, room: _Room) -> BatchSource:
+    from .table_file import TableFile, need_pyarrow
+
+    need_pyarrow()
+    from .criteo import BUCKETS, criteo_schema
+    from .table import TableDataset
+    from .table_schema import load_schema
+
+    file, _, query = place.partition("?")
+    options = _options(name, query, ("rows", "buckets") if name == "criteo" else ("rows", "schema"))
+    path = Path(file).expanduser()
+    rows = _count(name, "rows", options.get("rows"), 1)
+    if name == "criteo":
+        schema = criteo_schema(_count(name, "buckets", options.get("buckets"), 2) or BUCKETS)
+    else:
+        beside = path.with_name(path.name.split(".")[0] + ".yaml")
+        schema = load_schema(Path(options["schema"]).expanduser() if "schema" in options else beside)
+    return TableDataset(TableFile(path, schema, rows=rows), training, **room)
+
+
+def _options(name: str, query: str, known: tuple[str, ...]) -> dict[str, str]:
+    options: dict[str, str] = {}
+    for part in filter(None, query.split("&")):
+        key, equals, value = part.partition("=")
+        if key not in known:
+            raise NarrowgateError(
+                f"{name}: unknown option '{key}'{did_you_mean(key, known)} (known: {', '.join(known)})"
+            )
+        if not (equals and value):
+            raise NarrowgateError(f"{name}: option '{key}' has no value: {key}=VALUE")
+        options[key] = value
+    return options
+
+
+def _count(name: str, key: str, text: str | None, least: int) -> int | None:
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdecimal() and least <= int(text) <= 2**31):
+        raise NarrowgateError(f"{name}: option '{key}' must be a whole number of at least {least}, found '{text}'")
+    return int(text)
 
 
 def _folder(name: str, place: str) -> Path:

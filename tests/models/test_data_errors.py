@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from narrowgate.models import Preset, open_data
-from narrowgate.precision.errors import NarrowgateError, NotBuiltError
+from narrowgate.precision.errors import NarrowgateError
 
 
 def fault(uri: str, preset: str | Preset = "gem-tiny") -> str:
@@ -21,7 +21,7 @@ def fault(uri: str, preset: str | Preset = "gem-tiny") -> str:
 
 def test_unknown_source() -> None:
     assert "unknown data source 'ml-100'; did you mean 'ml-100k'?" in fault("ml-100:somewhere")
-    assert "known: synthetic, ml-100k:DIR, ml-1m:DIR" in fault("movies")
+    assert "known: synthetic, ml-100k:DIR, ml-1m:DIR, criteo:FILE, table:FILE" in fault("movies")
 
 
 @pytest.mark.parametrize("uri", ["ml-100k", "ml-100k:", "ml-1m"])
@@ -31,11 +31,6 @@ def test_source_without_its_folder(uri: str) -> None:
 
 def test_synthetic_takes_no_place() -> None:
     assert "'synthetic' takes no place, found 'synthetic:here'" in fault("synthetic:here")
-
-
-def test_promised_source_is_said_to_be_missing() -> None:
-    with pytest.raises(NotBuiltError, match="'criteo' is not built in this version"):
-        open_data("criteo:day_0.tsv")
 
 
 def test_missing_folder(tmp_path: Path) -> None:
