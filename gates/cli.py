@@ -115,6 +115,13 @@ def gate(
             "--from", metavar="REPORT", help="Decide again from the measurements of a report.json; trains nothing."
         ),
     ] = None,
+    config: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(metavar="FILE", help="Run the gates that a gates.yaml lists; reports in DIR/NAME and a summary."),
+    ] = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Train anew what an interrupted run into the same folder left finished.")
+    ] = False,
     json: Json = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
 ) -> None:
@@ -125,6 +132,8 @@ def gate(
     Example: narrowgate gate gem-fp8 --model gem-tiny --data ml-100k:data/ml-100k
 
     Example: narrowgate gate mine.yaml --task mypackage.ranker:make_task --policy strict
+
+    Example: narrowgate gate --config gates.yaml
 
     Example: narrowgate gate --from reports/report.json --policy loose
     """
@@ -144,6 +153,8 @@ def gate(
                 device=device,
                 backend=backend,
                 source=from_,
+                config=config,
+                fresh=fresh,
                 json=json,
                 quiet=quiet,
             )
@@ -301,10 +312,26 @@ def validate(
     raise typer.Exit(validate_command(file, "json" if json else output_format, require_native, model))
 
 
+@app.command("compare")
+def compare_reports(
+    a: Annotated[str, typer.Argument(metavar="A", help="A report.json.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="Another one.")],
+    json: Json = False,
+) -> None:
+    """Show two reports side by side: verdicts, every gate with its interval, and what differs in how they were made.
+
+    Example: narrowgate compare before/report.json after/report.json
+    """
+    from .cli_compare import compare_command
+
+    compare_command(a, b, json)
+
+
 @app.command()
 def schema(
     name: Annotated[
-        str, typer.Argument(metavar="NAME", help="recipe, policy, report or rates.", autocompletion=_schema_names)
+        str,
+        typer.Argument(metavar="NAME", help="recipe, policy, gates, report or rates.", autocompletion=_schema_names),
     ],
 ) -> None:
     """Print the JSON Schema of a kind of file, for editors and other tools.
@@ -346,7 +373,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
             raise
         code = _explain(error)
     if code == exits.INTERRUPTED:  # some versions of the parser turn the interrupt into this code themselves
-        _say("interrupted; no report was written")
+        _say("interrupted; no report was written of unfinished gates")
     sys.exit(code if isinstance(code, int) else exits.ACCEPT)
 
 
@@ -364,12 +391,7 @@ def _explain(error: Exception) -> int:
         # A recipe's faults begin with file and line, as compilers write them.
         _say(str(error), prefix="" if isinstance(error, RecipeError) else "narrowgate: ")
         return exits.USAGE
-    text = f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
-    if type(error).__name__ == "RunError":
-        text = str(error)
-    elif type(error).__name__ == "OutOfMemoryError":
-        text = "the GPU's memory ran out; a smaller batch or model fits"
-    _say(f"the run failed: {text} (--debug shows the traceback)")
+    _say(f"the run failed: {exits.failure_text(error)} (--debug shows the traceback)")
     return exits.FAILED
 
 

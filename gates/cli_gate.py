@@ -1,4 +1,4 @@
-"""The command ``gate``: options to a run, reports to files and to the terminal."""
+"""The command ``gate``: options to a run or to those of a gates file, reports to files and to the terminal."""
 
 from __future__ import annotations
 
@@ -7,16 +7,23 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..precision.errors import NarrowgateError, did_you_mean
 from . import exits
-from .files import check_writable, write_together
+from .files import check_writable
+from .outputs import (
+    SUMMARY_FILES,
+    Outcome,
+    forget_summary,
+    summary_of,
+    write_failure,
+    write_outcome,
+    write_report,
+    write_summary,
+)
 from .policy import load_policy
-
-if TYPE_CHECKING:
-    from ..recipes.recipe import Recipe
-    from .report import Report
+from .report import FILES, Report
 
 DEFAULT_OUT = "reports"
 _DEVICES = ("auto", "cpu", "cuda")
@@ -37,6 +44,8 @@ class GateOptions:
     device: str = "auto"
     backend: str | None = None
     source: str | None = None
+    config: str | None = None
+    fresh: bool = False
     json: bool = False
     quiet: bool = False
 
@@ -45,6 +54,8 @@ def gate_command(options: GateOptions) -> int:
     """Run the command and return its exit code."""
     if options.source is not None:
         return _decide_again(options, options.source)
+    if options.config is not None:
+        return _gates_of_file(options, options.config)
     if not options.recipes:
         raise NarrowgateError("gate: expected a recipe: a built-in name or a file (`narrowgate recipes` lists them)")
     if options.task is not None and (options.model or options.data):
@@ -58,6 +69,7 @@ def gate_command(options: GateOptions) -> int:
     check_writable(out)
     device = pick_device(options.device)
     from .progress import make_progress
+    from .resume import settle
     from .run import Run, run_gate
     from .task import TaskSource
 
@@ -68,22 +80,24 @@ def gate_command(options: GateOptions) -> int:
         device=device,
         steps=options.steps,
     )
-    run = Run(source, recipes, policy, options.backend, options.seeds)
+    store = _store(out, options.fresh)
+    run = Run(source, recipes, policy, options.backend, options.seeds, store)
     try:
         with make_progress(options.quiet) as progress:
             reports = run_gate(run, progress)
     except NarrowgateError:
         raise
     except Exception as error:
-        _write_failure(out, recipes, f"{type(error).__name__}: {error}")
+        _write_failure(out, [recipe.name for recipe in recipes], error)
         raise
     if len(reports) == 1:
         write_report(reports[0], out)
+        settle(store)
         _print(reports[0], out, options)
-    else:
-        write_summary(reports, out)
-        _print_summary(reports, out, options)
-    return exits.exit_code(report.verdict for report in reports)
+        return exits.exit_code([reports[0].verdict])
+    code = _finish([Outcome(report.recipe.name, report.recipe.name, report) for report in reports], out, options)
+    settle(store)
+    return code
 
 
 def pick_device(name: str) -> str:
@@ -105,49 +119,79 @@ def pick_device(name: str) -> str:
     return "cpu"
 
 
-def write_report(report: Report, folder: Path) -> None:
-    """Write a report's files into ``folder``, all or none."""
-    write_together(folder, report.files())
+def _gates_of_file(options: GateOptions, config: str) -> int:
+    given = _task_options(options) | {"--from": options.source, "--policy": options.policy}
+    _refuse(given, "gate --config takes its gates from the file")
+    from .gate_set import run_gates
+    from .gates_file import load_gates
+    from .progress import make_progress
+    from .resume import settle
+
+    specs = load_gates(Path(config), pick_device(options.device))
+    out = Path(options.out or DEFAULT_OUT)
+    check_writable(out)
+    forget_summary(out)
+    store = _store(out, options.fresh)
+    with make_progress(options.quiet) as progress:
+        outcomes = run_gates(specs, progress, lambda outcome: write_outcome(outcome, out), store)
+    for outcome in outcomes:
+        if outcome.failure is not None:
+            print(f"narrowgate: {outcome.name}: the run failed: {outcome.failure}", file=sys.stderr)
+    write_summary(outcomes, out)
+    if all(outcome.failure is None for outcome in outcomes):
+        settle(store)
+    _print_summary(outcomes, out, options)
+    return exits.exit_code(outcome.verdict for outcome in outcomes)
 
 
-def summary_of(reports: Sequence[Report]) -> dict[str, Any]:
-    """Return the data of ``summary.json``."""
+def _finish(outcomes: Sequence[Outcome], out: Path, options: GateOptions) -> int:
+    forget_summary(out)
+    for outcome in outcomes:
+        write_outcome(outcome, out)
+    write_summary(outcomes, out)
+    _print_summary(outcomes, out, options)
+    return exits.exit_code(outcome.verdict for outcome in outcomes)
+
+
+def _store(out: Path, fresh: bool) -> Path:
+    """Return the folder of finished trainings, emptied where the run is to start afresh."""
+    from .resume import FOLDER, forget
+
+    if fresh:
+        forget(out / FOLDER)
+    return out / FOLDER
+
+
+def _write_failure(out: Path, recipes: Sequence[str], error: Exception) -> None:
+    text = exits.failure_text(error)
+    if len(recipes) == 1:
+        write_failure(recipes[0], text, out)
+        return
+    outcomes = [Outcome(name, name, None, text) for name in recipes]
+    forget_summary(out)
+    for outcome in outcomes:
+        write_outcome(outcome, out)
+    write_summary(outcomes, out)
+
+
+def _task_options(options: GateOptions) -> dict[str, Any]:
     return {
-        "schema_version": 1,
-        "exit_code": exits.exit_code(report.verdict for report in reports),
-        "family": len(reports),
-        "recipes": [
-            {
-                "name": report.recipe.name,
-                "hash": report.recipe.hash,
-                "verdict": report.verdict,
-                "reasons": [reason.model_dump() for reason in report.reasons],
-                "gates": [gate.model_dump() for gate in report.gates],
-                "report": f"{report.recipe.name}/report.json",
-            }
-            for report in reports
-        ],
-    }
-
-
-def write_summary(reports: Sequence[Report], out: Path) -> None:
-    """Write each recipe's report into a folder of its own, and the summary over them."""
-    from .render import render_summary
-
-    for report in reports:
-        write_report(report, out / report.recipe.name)
-    data = json.dumps(summary_of(reports), indent=1, allow_nan=False) + "\n"
-    write_together(out, {"summary.json": data, "summary.md": render_summary(reports)})
-
-
-def _decide_again(options: GateOptions, source: str) -> int:
-    given = {
         "recipes": options.recipes, "--model": options.model, "--data": options.data, "--task": options.task,
         "--seeds": options.seeds, "--steps": options.steps, "--backend": options.backend,
     }  # fmt: skip
+
+
+def _refuse(given: dict[str, Any], because: str) -> None:
     for name, value in given.items():
         if value:
-            raise NarrowgateError(f"gate --from decides from stored measurements and takes no {name}")
+            raise NarrowgateError(f"{because} and takes no {name}")
+
+
+def _decide_again(options: GateOptions, source: str) -> int:
+    _refuse(
+        _task_options(options) | {"--config": options.config, "--fresh": options.fresh},
+        "gate --from decides from stored measurements",
+    )
     from .decision import decide
     from .report import decided, load_report
 
@@ -174,39 +218,28 @@ def _check_backend(backend: str | None) -> None:
         raise NarrowgateError(f"--backend: found '{backend}', expected {', '.join(BACKENDS)}{hint}")
 
 
-def _write_failure(out: Path, recipes: Sequence[Recipe], message: str) -> None:
-    """Leave a JUnit error in place of an older run's files, which would read as this run's."""
-    from .junit import junit_failed_run
-    from .report import FILES
-
-    text = " ".join(message.split())
-    for recipe in recipes:
-        folder = out if len(recipes) == 1 else out / recipe.name
-        write_together(
-            folder,
-            {"junit.xml": junit_failed_run(recipe.name, text)},
-            stale=tuple(name for name in FILES if name != "junit.xml"),
-        )
-
-
 def _print(report: Report, out: Path | None, options: GateOptions) -> None:
     if options.json:
         sys.stdout.write(report.files()["report.json"])
         return
     from .render import terminal_text
-    from .report import FILES
 
     print(terminal_text(report))
     if out is not None:
         print(f"Reports: {out / 'report.json'}, {', '.join(FILES[1:])}")
 
 
-def _print_summary(reports: Sequence[Report], out: Path, options: GateOptions) -> None:
+def _print_summary(outcomes: Sequence[Outcome], out: Path, options: GateOptions) -> None:
     if options.json:
-        print(json.dumps(summary_of(reports), indent=1, allow_nan=False))
+        print(json.dumps(summary_of(outcomes), indent=1, allow_nan=False))
         return
-    from .render import terminal_text
+    from .render import terminal_summary, terminal_text
 
-    for report in reports:
-        print(terminal_text(report))
-    print(f"Reports: {out / 'summary.json'}, summary.md and a folder for each recipe")
+    for outcome in outcomes:
+        print(
+            f"FAILED: {outcome.name}\n  - {outcome.failure}\n"
+            if outcome.report is None
+            else terminal_text(outcome.report)
+        )
+    print(terminal_summary(outcomes))
+    print(f"Reports: {out / SUMMARY_FILES[0]}, {SUMMARY_FILES[1]} and a folder for each recipe")

@@ -104,6 +104,12 @@ def _policy_schema() -> dict[str, Any]:
     return {"$schema": _DIALECT, **Policy.model_json_schema()}
 
 
+def _gates_schema() -> dict[str, Any]:
+    from .gates_file import gates_schema
+
+    return gates_schema()
+
+
 def _report_schema() -> dict[str, Any]:
     from .report import report_schema
 
@@ -115,6 +121,7 @@ _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 SCHEMAS: dict[str, Callable[[], dict[str, Any]]] = {
     "recipe": _recipe_schema,
     "policy": _policy_schema,
+    "gates": _gates_schema,
     "report": _report_schema,
     "rates": _rates_schema,
 }

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 
 from .judgement import Gate
 from .report import Report
+
+if TYPE_CHECKING:
+    from .outputs import Outcome
 from .stability import numerics_lines
 
 #: Bytes that a GitHub step summary takes at most; it drops a longer one whole.
@@ -47,11 +50,18 @@ def fit(text: str, whole: str, limit: int = STEP_SUMMARY_LIMIT) -> str:
     return cut
 
 
-def render_summary(reports: Sequence[Report]) -> str:
-    """Return ``summary.md``: one line a recipe."""
-    return _template("summary.md.jinja").render(
-        reports=reports, gates=[[gate_row(g) for g in r.gates] for r in reports], short=short_reason
-    )
+def render_summary(outcomes: Sequence[Outcome]) -> str:
+    """Return ``summary.md``: one line a recipe, then each one's gates, within a step summary's limit."""
+    rows = [None if o.report is None else [gate_row(gate) for gate in o.report.gates] for o in outcomes]
+    text = _template("summary.md.jinja").render(outcomes=list(zip(outcomes, rows, strict=True)), short=short_reason)
+    return fit(text, "summary.json")
+
+
+def terminal_summary(outcomes: Sequence[Outcome]) -> str:
+    """Return one aligned line for each of several gates: its name, verdict and first reason."""
+    rows = [(o.name, o.verdict.upper(), short_reason(o.report) if o.report else str(o.failure)) for o in outcomes]
+    widths = [max(len(row[i]) for row in rows) for i in range(2)]
+    return "\n".join(f"{name.ljust(widths[0])}  {verdict.ljust(widths[1])}  {why}" for name, verdict, why in rows)
 
 
 def terminal_text(report: Report) -> str:

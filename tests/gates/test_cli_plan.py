@@ -56,7 +56,7 @@ def test_contradicting_options_are_one_line(capsys: Any, arguments: tuple[str, .
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["recipe", "policy", "report", "rates"])
+@pytest.mark.parametrize("name", ["recipe", "policy", "gates", "report", "rates"])
 def test_schemas_are_printed(capsys: Any, name: str) -> None:
     jsonschema = pytest.importorskip("jsonschema")
     assert run("schema", name) == 0

@@ -11,6 +11,7 @@ from junitparser import JUnitXml
 from narrowgate.gates.decision import decide
 from narrowgate.gates.files import check_writable, write_together
 from narrowgate.gates.junit import junit_failed_run, junit_report
+from narrowgate.gates.outputs import Outcome
 from narrowgate.gates.policy import BUILTIN_POLICIES
 from narrowgate.gates.render import fit, render_report, render_summary, terminal_text
 from narrowgate.gates.report import FILES, SCHEMA_FILE, SCHEMA_MINOR, Report, decided, load_report, report_schema
@@ -156,9 +157,9 @@ def test_junit_of_a_failed_run_is_an_error() -> None:
 
 
 def test_the_summary_lists_every_recipe(accepted: Report, rejected: Report) -> None:
-    text = render_summary([accepted, rejected])
-    assert "| `r1` | ACCEPT | none | All 5 gates pass. |" in text
-    assert "| `r1` | REJECT | step_time (undecided), ne click (FAIL) |" in text
+    text = render_summary([Outcome("r1", "r1", accepted), Outcome("other", "r1", rejected)])
+    assert "| `r1` | gem-tiny, synthetic | ACCEPT | none | All 5 gates pass. |" in text
+    assert "| `other` | gem-tiny, synthetic | REJECT | step_time (undecided), ne click (FAIL) |" in text
     assert "(and 1 more)" in text
 
 
