@@ -106,6 +106,8 @@ class ArmRun(Record):
     seconds: float
     #: Part of ``seconds`` spent before the first step's result: compilation on the first seed.
     first_step_seconds: float
+    #: Trained by an earlier run of the same content that did not end, or as another recipe's baseline.
+    reused: bool = False
 
 
 class SeedRun(Record):

@@ -43,6 +43,8 @@ class Pair:
     run: SeedRun
     rows: RowDifferences | None
     tasks: tuple[str, ...]
+    #: What keeping and reusing trainings had to tell.
+    notes: tuple[str, ...] = ()
 
 
 @dataclass
@@ -74,7 +76,7 @@ class Pairing:
             raise RunError(f"seed {seed}: {other}, so they are no pair")
         names = self._names_of(baseline, candidate)
         run = SeedRun(seed=seed, baseline=self._arm(baseline, names), candidate=self._arm(candidate, names))
-        return Pair(run, _row_differences(baseline, candidate), names)
+        return Pair(run, _row_differences(baseline, candidate), names, baseline.notes + candidate.notes)
 
     def _names_of(self, baseline: Trained, candidate: Trained) -> tuple[str, ...]:
         logits = baseline.logits if baseline.logits is not None else candidate.logits
@@ -93,6 +95,7 @@ class Pairing:
             peak_memory=trained.peak_memory,
             seconds=trained.seconds,
             first_step_seconds=trained.first_step_seconds,
+            reused=trained.reused,
         )
 
 

@@ -54,6 +54,17 @@ class Statistics(Record):
 ClassTime = TypedDict("ClassTime", {"class": str, "baseline_ms": float, "candidate_ms": float})
 
 
+class Reuse(Record):
+    """Trainings that were found done: by an earlier run that did not end, or as another recipe's baseline."""
+
+    #: Of both arms over all seeds, and how many of each arm's were reused.
+    trainings: int
+    baseline: int
+    candidate: int
+    #: What could not be read or kept, and why.
+    notes: tuple[str, ...] = ()
+
+
 class Level(Record):
     """One level of evidence. Levels have baselines and scopes of their own and are never added together."""
 
@@ -98,6 +109,8 @@ class Report(Record):
     #: Seconds the run took, in all and by part.
     wall_seconds: dict[str, float]
     measurements: Measurements
+    #: None where nothing says; since minor 1.
+    reuse: Reuse | None = None
 
     def files(self) -> dict[str, str]:
         """Return the text of every file of the report, ``report.json`` first."""

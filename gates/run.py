@@ -6,6 +6,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,7 @@ from ..precision.errors import NarrowgateError
 from ..recipes import apply_recipe
 from . import task as tasks
 from .arithmetic import Arithmetic
+from .batches import weights_fingerprint
 from .decision import decide_family
 from .environment import environment
 from .evidence import evidence_of, statistics_of
@@ -21,7 +23,8 @@ from .measurements import Measurements, StepTime
 from .pairs import Pair, combine
 from .policy import Policy
 from .progress import Progress
-from .report import SCHEMA_VERSION, RecipeFacts, Report
+from .report import SCHEMA_VERSION, RecipeFacts, Report, Reuse
+from .resume import SeedStore, open_store
 from .rows import rows_for
 from .seeds import Job, train_in_process
 from .speed import measure_step_time
@@ -44,6 +47,7 @@ class Run:
         policy: margins, limits and the number of seeds.
         backend: overrides the recipes' backends.
         seeds: overrides the policy's number of paired seeds.
+        store: folder in which finished trainings are kept and found; None keeps none.
     """
 
     source: TaskSource
@@ -51,6 +55,7 @@ class Run:
     policy: Policy
     backend: str | None = None
     seeds: int | None = None
+    store: Path | None = None
 
     def __post_init__(self) -> None:
         repeated = [name for name, n in Counter(r.name for r in self.recipes).items() if n > 1]
@@ -72,10 +77,11 @@ def run_gate(run: Run, progress: Progress) -> list[Report]:
     task = run.source.open()
     device = torch.device(run.source.device)
     plans = [_plan(task, recipe, run.backend, device) for recipe in run.recipes]
+    store = _open_store(run, task, device)
     opened = time.monotonic()
 
     seeds = range(run.policy.seeds if run.seeds is None else run.seeds)
-    job = Job(run.source, run.recipes, run.backend, run.policy.stability)
+    job = Job(run.source, run.recipes, run.backend, run.policy.stability, store)
     text = f"training {len(seeds)} paired seeds of {1 + len(run.recipes)} arms on {device.type}"
     progress.phase(text, trainings=len(seeds) * (1 + len(run.recipes)))
     arms = job.arms(task, device)
@@ -91,11 +97,20 @@ def run_gate(run: Run, progress: Progress) -> list[Report]:
     ]
     timed = time.monotonic()
     wall = {"setup": opened - started, "quality": trained - opened, "speed": timed - trained, "all": timed - started}
-    measured = [_measurements([by_seed[seed][i] for seed in seeds], steps[i], plan) for i, plan in enumerate(plans)]
+    pairs = [[by_seed[seed][i] for seed in seeds] for i in range(len(plans))]
+    measured = [_measurements(pairs[i], steps[i], plan) for i, plan in enumerate(plans)]
     return [
-        _report(run, task, plan, m, decision, wall)
-        for plan, m, decision in zip(plans, measured, decide_family(measured, run.policy), strict=True)
+        _report(run, task, plan, m, decision, wall, _reuse(own))
+        for plan, m, decision, own in zip(plans, measured, decide_family(measured, run.policy), pairs, strict=True)
     ]
+
+
+def _open_store(run: Run, task: Task, device: torch.device) -> SeedStore | None:
+    if run.store is None:
+        return None
+    seed_generators(0)
+    weights = weights_fingerprint(task.build_model().to(device))
+    return open_store(run.store, run.source, task, weights)
 
 
 def _plan(task: Task, recipe: Recipe, backend: str | None, device: torch.device) -> Plan:
@@ -132,7 +147,18 @@ def _measurements(pairs: Sequence[Pair], step_time: StepTime, plan: Plan) -> Mea
     )
 
 
-def _report(run: Run, task: Task, plan: Plan, m: Measurements, decision: Any, wall: dict[str, float]) -> Report:
+def _reuse(pairs: Sequence[Pair]) -> Reuse:
+    return Reuse(
+        trainings=2 * len(pairs),
+        baseline=sum(pair.run.baseline.reused for pair in pairs),
+        candidate=sum(pair.run.candidate.reused for pair in pairs),
+        notes=tuple(dict.fromkeys(note for pair in pairs for note in pair.notes)),
+    )
+
+
+def _report(
+    run: Run, task: Task, plan: Plan, m: Measurements, decision: Any, wall: dict[str, float], reuse: Reuse
+) -> Report:
     model, data = tasks.describe(task)
     recipe = plan.recipe
     return Report(
@@ -156,6 +182,7 @@ def _report(run: Run, task: Task, plan: Plan, m: Measurements, decision: Any, wa
         policy=run.policy,
         wall_seconds=wall,
         measurements=m,
+        reuse=reuse,
     )
 
 

@@ -11,6 +11,7 @@ import torch
 from .pairs import Pair, Pairing
 from .policy import StabilityLimits
 from .progress import Progress, Step
+from .resume import SeedStore
 from .task import Task, TaskSource
 from .train import Arm, Trained, Watch, honest_compilation
 
@@ -28,6 +29,8 @@ class Job:
     recipes: tuple[Recipe, ...]
     backend: str | None
     limits: StabilityLimits
+    #: Where finished trainings are kept and found; None keeps none.
+    store: SeedStore | None = None
 
     def arms(self, task: Task, device: torch.device) -> list[tuple[str, Arm]]:
         """Return the named arms, the baseline first."""
@@ -36,8 +39,13 @@ class Job:
         every = self.limits.observe_every
         return [(name, Arm(task, device, recipe, self.backend, steps, observe_every=every)) for name, recipe in named]
 
+    def train(self, arm: Arm, seed: int, watch: Watch) -> Trained:
+        """Train an arm under a seed, or find that training done."""
+        return arm.train(seed, watch) if self.store is None else self.store.train(arm, seed, watch)
+
 
 def train_seed(
+    job: Job,
     pairing: Pairing,
     arms: Sequence[tuple[str, Arm]],
     seed: int,
@@ -47,7 +55,7 @@ def train_seed(
     """Train every arm under one seed; return one pair a candidate."""
     runs: list[Trained] = []
     for name, arm in arms:
-        runs.append(arm.train(seed, watcher(seed, name, told)))
+        runs.append(job.train(arm, seed, watcher(seed, name, told)))
         trained(seed, name)
     return [pairing.pair(runs[0], run) for run in runs[1:]]
 
@@ -67,7 +75,7 @@ def train_in_process(
         for name, arm in arms:
             runs = []
             for seed in seeds:
-                runs.append(arm.train(seed, watcher(seed, name, progress.step)))
+                runs.append(job.train(arm, seed, watcher(seed, name, progress.step)))
                 progress.trained(seed, name)
             arm.park()
             by_arm.append(runs)

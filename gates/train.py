@@ -74,6 +74,9 @@ class Trained:
     #: The optimizer's hyperparameters by parameter group after the first and after the last step.
     optimizer: tuple[dict[str, Any], ...] = ()
     observed: Observed = NOT_OBSERVED
+    #: Taken from disk (:mod:`narrowgate.gates.resume`), and what that had to tell.
+    reused: bool = False
+    notes: tuple[str, ...] = ()
 
 
 @dataclass

@@ -174,7 +174,7 @@ def _work(pipe: Connection, job: Job) -> None:
         arms, pairing = job.arms(task, torch.device("cpu")), Pairing(task, job.limits)
         tell = _teller(pipe)
         while (seed := pipe.recv()) is not None:
-            pairs = train_seed(pairing, arms, seed, tell, lambda *done: pipe.send(("trained", done)))
+            pairs = train_seed(job, pairing, arms, seed, tell, lambda *done: pipe.send(("trained", done)))
             pipe.send(("pairs", pairs))
     except (EOFError, BrokenPipeError):
         return  # the parent is gone

@@ -269,6 +269,13 @@ def slow():
     return Task(fault)
 
 
+def paced():
+    def fault(model, step, loss):
+        time.sleep(0.02)
+        return loss
+    return Task(fault)
+
+
 def worse():
     """The candidate trains on noise: its quality is far below the baseline's."""
     return Task(lambda model, step, loss: loss * 0.01 if lowered(model) and step > 0 else loss, steps=12)

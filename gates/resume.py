@@ -1,0 +1,236 @@
+"""Finished trainings kept on disk, so that a run that was killed goes on where it stopped.
+
+One file holds one training of one arm under one seed. Its key is a hash of everything that the training follows from:
+the task (its names, what it says of itself, the source of its modules, its initial weights and first batches), the
+recipe and backend, the seed and number of steps, narrowgate's own source, the versions of what computes, and the
+device. Whatever differs gives another key, so nothing stale is ever read. Step times are never kept: they belong to
+the moment.
+
+Baselines do not depend on the recipe, so a later run of another recipe into the same folder reuses them. Candidates
+are kept only until their report is written.
+
+Files appear whole or not at all, hold no code (no pickles), and carry checksums: a damaged one is ignored, and the
+report says so. A disk that is full costs only what would have been kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import json
+import os
+import sys
+import tempfile
+import zipfile
+import zlib
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from ..precision.observer import OperandNumerics
+from . import task as tasks
+from .arithmetic import Arithmetic
+from .batches import fingerprint, tensors
+from .environment import environment, package_version
+from .stability import Observed
+from .train import Arm, Trained, Watch
+
+if TYPE_CHECKING:
+    from .task import Task, TaskSource
+
+#: The folder among a run's reports.
+FOLDER = ".seeds"
+#: Baselines kept after a run; older ones go.
+_KEPT_BASELINES = 64
+#: Raised where the files' layout changes.
+_LAYOUT = 1
+#: Batches of each kind that stand for the data, beside what the task says of it.
+_BATCHES = 2
+#: What no two runs share, or what no result follows from.
+_IRRELEVANT = ("date", "cores")
+_OWN = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class SeedStore:
+    """Keeps and finds finished trainings of one task; small enough to be sent to workers.
+
+    Attributes:
+        folder: where files lie; made when the first is written.
+        content: hash of what all trainings of the task have in common.
+    """
+
+    folder: Path
+    content: str
+
+    def train(self, arm: Arm, seed: int, watch: Watch) -> Trained:
+        """Return the kept training of ``arm`` under ``seed``, or train and keep it."""
+        path, key = self._place(arm, seed)
+        found, note = _read(path, key)
+        if found is not None:
+            watch(len(found.losses), len(found.losses), float(found.losses[-1]))
+            return replace(found, reused=True)
+        trained = arm.train(seed, watch)
+        notes = [note] if note else []
+        try:
+            _write(path, key, trained)
+        except OSError as error:
+            notes.append(f"finished trainings could not be kept: {error.strerror}")
+        return replace(trained, notes=tuple(notes))
+
+    def _place(self, arm: Arm, seed: int) -> tuple[Path, str]:
+        recipe = None if arm.recipe is None else arm.recipe.hash()
+        # The backend that runs: one in the recipe is not part of the recipe's hash.
+        backend = None if arm.recipe is None else arm.backend or arm.recipe.backend
+        parts = [_LAYOUT, self.content, recipe, backend, arm.steps, arm.compiled, arm.observe_every, seed]
+        key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+        kind = "baseline" if recipe is None else "candidate"
+        return self.folder / f"{kind}-{seed}-{key[:16]}.npz", key
+
+
+def open_store(folder: Path, source: TaskSource, task: Task, weights: str) -> SeedStore:
+    """Return the store of a task's trainings in ``folder``.
+
+    Args:
+        folder: where files lie.
+        source: how the task was opened.
+        task: the opened task.
+        weights: hash of its model's initial weights under seed 0.
+    """
+    return SeedStore(folder, content_hash(source, task, weights))
+
+
+def content_hash(source: TaskSource, task: Task, weights: str) -> str:
+    """Return a hash of all that a training follows from beside recipe, backend, steps and seed."""
+    facts = {k: v for k, v in environment(source.device).items() if k not in _IRRELEVANT}
+    parts = [
+        source.task or [source.model, source.data],
+        tasks.describe(task),
+        weights,
+        [fingerprint(tensors(batch)) for batch in itertools.islice(iter(task.train_batches(0)), _BATCHES)],
+        [fingerprint(tensors(batch)) for batch in itertools.islice(iter(task.eval_batches()), _BATCHES)],
+        facts | {"numpy": package_version("numpy"), "arithmetic": str(Arithmetic.of(torch.device(source.device)))},
+        _source_hash(_own_files()),
+        _source_hash(_task_files(source.task)),
+    ]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def forget(folder: Path) -> None:
+    """Remove everything that is kept in ``folder``."""
+    for path in _files(folder):
+        _remove(path)
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+
+
+def settle(folder: Path) -> None:
+    """Remove what a finished run no longer needs: candidates, unfinished files, and all but the newest baselines."""
+    baselines = []
+    for path in _files(folder):
+        if path.name.startswith("baseline-") and path.suffix == ".npz":
+            baselines.append(path)
+        else:
+            _remove(path)
+
+    def age(path: Path) -> float:
+        try:
+            return path.stat().st_mtime
+        except OSError:
+            return 0.0
+
+    for path in sorted(baselines, key=age)[:-_KEPT_BASELINES]:
+        _remove(path)
+
+
+def _files(folder: Path) -> list[Path]:
+    return [path for path in folder.glob("*") if path.is_file()] if folder.is_dir() else []
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink()
+
+
+def _write(path: Path, key: str, trained: Trained) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    arrays, plain = {}, {}
+    for field in fields(Trained):
+        value = getattr(trained, field.name)
+        if isinstance(value, np.ndarray):
+            arrays[field.name] = value
+        elif field.name not in ("reused", "notes"):
+            plain[field.name] = asdict(value) if isinstance(value, Observed) else value
+    header = np.frombuffer(json.dumps({"key": key, "trained": plain}).encode(), dtype=np.uint8)
+    handle, temporary = tempfile.mkstemp(prefix=".", suffix=".part", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            np.savez(file, header=header, **arrays)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(temporary).replace(path)
+    except BaseException:
+        _remove(Path(temporary))
+        raise
+
+
+def _read(path: Path, key: str) -> tuple[Trained | None, str | None]:
+    """Return the training, or why it was not taken where there is a file."""
+    if not path.exists():
+        return None, None
+    try:
+        with np.load(path, allow_pickle=False) as stored:
+            arrays = {name: stored[name] for name in stored.files}
+        header = json.loads(arrays.pop("header").tobytes())
+        if header["key"] != key:
+            raise ValueError("another key")
+        plain: dict[str, Any] = header["trained"]
+        seen = plain.pop("observed")
+        operands = tuple(OperandNumerics(**operand) for operand in seen.pop("operands"))
+        still = tuple(seen.pop("without_gradient"))
+        observed = Observed(**seen, operands=operands, without_gradient=still)
+        plain["optimizer"] = tuple(plain["optimizer"])
+        return Trained(**plain, **arrays, observed=observed), None
+    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, zlib.error):
+        _remove(path)
+        return None, f"ignored a damaged file of a finished training: {path.name}"
+
+
+def _own_files() -> list[Path]:
+    import narrowgate.models
+    import narrowgate.precision
+    import narrowgate.recipes
+
+    packages = (narrowgate.models, narrowgate.precision, narrowgate.recipes)
+    roots = [_OWN, *(Path(package.__file__).parent for package in packages if package.__file__)]
+    return [path for root in roots for path in root.rglob("*.py")]
+
+
+def _task_files(task: str | None) -> list[Path]:
+    """Return the sources of a user's task: its module, and what it imported from beside it."""
+    if task is None:
+        return []
+    top = sys.modules.get(task.partition(":")[0].partition(".")[0])
+    if top is None or not getattr(top, "__file__", None):
+        return []
+    root = Path(str(top.__file__)).parent
+    # Not the program itself, which differs between a command and its workers.
+    modules = [module for name, module in list(sys.modules.items()) if name not in ("__main__", "__mp_main__")]
+    found = {Path(file) for module in modules if (file := getattr(module, "__file__", None))}
+    own = set(_own_files())
+    return [
+        path
+        for path in found
+        if path.suffix == ".py" and root in path.parents and "site-packages" not in path.parts and path not in own
+    ]
+
+
+def _source_hash(paths: list[Path]) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(paths):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()

@@ -1,0 +1,192 @@
+"""Finished trainings are kept and reused; what does not fit or is damaged is not."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from narrowgate.gates import resume, train
+from narrowgate.gates.batches import weights_fingerprint
+from narrowgate.gates.task import TaskSource
+from narrowgate.recipes import load_recipe
+
+CPU = torch.device("cpu")
+GATE = ("gate", "all-fp8.yaml", "--task", "ranker:paced", "--seeds", "2", "--device", "cpu")
+
+
+def quiet(*_: Any) -> None:
+    pass
+
+
+def reuse(room: Path) -> dict[str, Any]:
+    return json.loads((room / "reports" / "report.json").read_text())["reuse"]
+
+
+def test_a_run_that_was_killed_goes_on_where_it_stopped(room: Path, narrowgate) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "narrowgate.gates", *GATE, "-q"], cwd=room, start_new_session=True
+    )
+    kept = room / "reports" / ".seeds"
+    until = time.monotonic() + 60
+    while not list(kept.glob("candidate-*.npz")):
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert not (room / "reports" / "report.json").exists()
+    finished = {kind: len(list(kept.glob(f"{kind}-*.npz"))) for kind in ("baseline", "candidate")}
+    damaged = next(kept.glob("baseline-*.npz"))
+    data = bytearray(damaged.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    damaged.write_bytes(data)
+
+    code, _, err = narrowgate(*GATE)
+    assert code == 3
+    assert "4 of 4 trainings" in err
+    found = reuse(room)
+    assert found == {
+        "trainings": 4,
+        "baseline": finished["baseline"] - 1,
+        "candidate": finished["candidate"],
+        "notes": [f"ignored a damaged file of a finished training: {damaged.name}"],
+    }
+    report = json.loads((room / "reports" / "report.json").read_text())
+    assert sum(seed["candidate"]["reused"] for seed in report["measurements"]["seeds"]) == finished["candidate"]
+    # Once the report stands, only baselines are kept: the next recipe needs them.
+    assert {path.name.partition("-")[0] for path in kept.iterdir()} == {"baseline"}
+    assert len(list(kept.iterdir())) == 2
+    text = (room / "all-fp8.yaml").read_text()
+    (room / "all-fp8.yaml").write_text(text.replace("fprop: fp8_e4m3", "fprop: fp8_e5m2"))
+    narrowgate(*GATE, "-q")
+    assert (reuse(room)["baseline"], reuse(room)["candidate"]) == (2, 0)
+    # What was reused is what would have been trained.
+    again = json.loads((room / "reports" / "report.json").read_text())["measurements"]["seeds"]
+    assert [s["baseline"]["quality"] for s in again] == [
+        s["baseline"]["quality"] for s in report["measurements"]["seeds"]
+    ]
+
+
+def test_fresh_forgets_what_was_kept(room: Path) -> None:
+    from narrowgate.gates.cli_gate import _store
+
+    kept = room / "reports" / ".seeds"
+    kept.mkdir(parents=True)
+    (kept / "baseline-0-x.npz").write_text("")
+    assert list(_store(room / "reports", fresh=False).iterdir())
+    assert not _store(room / "reports", fresh=True).exists()
+
+
+@pytest.fixture
+def source(room: Path) -> TaskSource:
+    return TaskSource(task="ranker:good", device="cpu", steps=6)
+
+
+def store_of(source: TaskSource, folder: Path) -> resume.SeedStore:
+    task = source.open()
+    train.seed_generators(0)
+    return resume.open_store(folder, source, task, weights_fingerprint(task.build_model()))
+
+
+def test_what_comes_back_is_what_was_kept(room: Path, source: TaskSource) -> None:
+    store = store_of(source, room / "kept")
+    arm = train.Arm(source.open(), CPU, load_recipe("all-fp8.yaml"), steps=6, observe_every=2)
+    first = store.train(arm, 4, quiet)
+    told = []
+    second = store.train(arm, 4, lambda *step: told.append(step))
+    assert not first.reused
+    assert second.reused
+    assert told == [(6, 6, float(first.losses[-1]))]
+    assert replace(second, reused=False, **_arrays(first)) == first
+    for name, value in _arrays(first).items():
+        np.testing.assert_array_equal(getattr(second, name), value)
+    assert second.observed.operands
+
+
+def _arrays(trained: train.Trained) -> dict[str, Any]:
+    return {name: value for name, value in vars(trained).items() if isinstance(value, np.ndarray)}
+
+
+@pytest.mark.parametrize("change", ["recipe", "backend", "seed", "steps", "watching", "task", "weights"])
+def test_whatever_a_training_follows_from_is_part_of_its_key(room: Path, source: TaskSource, change: str) -> None:
+    store = store_of(source, room / "kept")
+    arm = train.Arm(source.open(), CPU, load_recipe("all-fp8.yaml"), "native", steps=6, observe_every=2)
+    seed, other = 0, arm
+    if change == "task":
+        path = room / "ranker.py"
+        path.write_text(path.read_text() + "\n# another line\n")
+        assert store_of(source, room / "kept") != store
+        return
+    if change == "weights":
+        assert resume.open_store(room / "kept", source, source.open(), "other weights") != store
+        return
+    if change == "recipe":
+        text = (room / "all-fp8.yaml").read_text().replace("fprop: fp8_e4m3", "fprop: fp8_e5m2")
+        (room / "other.yaml").write_text(text)
+        other = replace(arm, recipe=load_recipe("other.yaml"))
+    elif change == "backend":
+        other = replace(arm, backend="torchao")
+    elif change == "seed":
+        seed = 1
+    elif change == "steps":
+        other = replace(arm, steps=5)
+    else:
+        other = replace(arm, observe_every=3)
+    assert store._place(other, seed) != store._place(arm, 0)
+    assert store_of(source, room / "kept") == store
+
+
+@pytest.mark.parametrize("damage", ["cut", "emptied", "no archive", "of another key"])
+def test_a_damaged_file_is_ignored_and_said_so(room: Path, source: TaskSource, damage: str) -> None:
+    store = store_of(source, room / "kept")
+    arm = train.Arm(source.open(), CPU, steps=6)
+    store.train(arm, 0, quiet)
+    (path,) = (room / "kept").iterdir()
+    data = path.read_bytes()
+    if damage == "of another key":
+        store.train(arm, 1, quiet)
+        (other,) = (p for p in (room / "kept").iterdir() if p != path)
+        data = other.read_bytes()
+    path.write_bytes({"cut": data[:-200], "emptied": b"", "no archive": b"PK\3\4" + b"?" * 50}.get(damage, data))
+    again = store.train(arm, 0, quiet)
+    assert not again.reused
+    assert again.notes == (f"ignored a damaged file of a finished training: {path.name}",)
+    assert store.train(arm, 0, quiet).reused
+
+
+def test_a_full_disk_costs_only_what_would_have_been_kept(
+    room: Path, source: TaskSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    store = store_of(source, room / "kept")
+    monkeypatch.setattr(np, "savez", full)
+    trained = store.train(train.Arm(source.open(), CPU, steps=6), 0, quiet)
+    assert len(trained.losses) == 6
+    assert trained.notes == ("finished trainings could not be kept: No space left on device",)
+    assert list((room / "kept").iterdir()) == []
+
+
+def test_only_so_many_baselines_are_kept(tmp_path: Path) -> None:
+    for i in range(70):
+        (tmp_path / f"baseline-{i}-x.npz").write_text("")
+        os.utime(tmp_path / f"baseline-{i}-x.npz", (i, i))
+    (tmp_path / "candidate-0-x.npz").write_text("")
+    (tmp_path / ".abc.part").write_text("")
+    resume.settle(tmp_path)
+    left = sorted(int(path.name.split("-")[1]) for path in tmp_path.iterdir())
+    assert left == list(range(6, 70))
+    resume.settle(tmp_path / "absent")
+    resume.forget(tmp_path)
+    assert not tmp_path.exists()
