@@ -94,10 +94,10 @@ def shared(spec: Spec, other: Spec) -> bool:
 
 def has_kernel(x: Tensor, *specs: Spec) -> bool:
     """True where the fused kernels cast ``x`` to all of ``specs``."""
-    on_device = x.is_cuda or _interpreted()
-    return (
-        on_device and bool(specs) and x.dim() == 2 and x.dtype in _DTYPES and all(_kernel_spec(spec) for spec in specs)
-    )
+    on_device = x.is_cuda or kernels_on_cpu()
+    # Not bool(specs): Dynamo of PyTorch 2.11 does not trace it.
+    known = len(specs) > 0 and all(_kernel_spec(spec) for spec in specs)
+    return on_device and known and x.dim() == 2 and x.dtype in _DTYPES
 
 
 def _kernel_spec(spec: Spec) -> bool:
@@ -107,8 +107,8 @@ def _kernel_spec(spec: Spec) -> bool:
 
 
 @lru_cache(maxsize=1)
-def _interpreted() -> bool:
-    """Triton's interpreter runs kernels on CPU tensors, for tests."""
+def kernels_on_cpu() -> bool:
+    """Triton's interpreter runs kernels on CPU tensors; without it the operators there are their reference."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -198,6 +198,12 @@ def cast_fp8(
         Codes [M, N] and their scales, codes [N, M] and their scales; empty where not asked for. Scales are FP32: [],
         [M] or [N] for rows, [N / 128, M] and [M / 128, N] for blocks of 1x128, [M / 128, N / 128] for 128x128.
     """
+    if not (leaves[0].is_cuda or kernels_on_cpu()):
+        from .kernels.reference import reference_cast
+
+        return reference_cast(
+            leaves, Program.parse(program), rows, columns, (rows_key, rows_bits), (columns_key, columns_bits)
+        )
     from .kernels.launch import Operand, launch_cast
 
     first = None if not rows else Operand(Spec.parse(rows), rows_key, rows_bits, rows_limit)
@@ -265,10 +271,16 @@ def cast_fp8_delayed(
     Returns:
         Codes [M, N] and [N, M], empty where not wanted, and their scale, FP32 [].
     """
+    state = (history, pending, saturated, workspace)
+    if not (leaves[0].is_cuda or kernels_on_cpu()):
+        from .kernels.reference import reference_delayed_cast
+
+        return reference_delayed_cast(
+            leaves, Program.parse(program), Spec.parse(spec), rows, columns, key, state, recording
+        )
     from .kernels.launch import Operand, launch_delayed_cast
 
     operand = Operand(Spec.parse(spec), key, None, limit)
-    state = (history, pending, saturated, workspace)
     return launch_delayed_cast(leaves, Program.parse(program), operand, rows, columns, state, recording)
 
 

@@ -252,6 +252,10 @@ def _install_hook() -> None:
 
     # A compiled optimizer step breaks its graph here rather than trace what only eager state needs.
     register_optimizer_step_post_hook(torch.compiler.disable(_after_optimizer_step))  # type: ignore[arg-type]
+    if torch.cuda.is_available():
+        from .fusion import install
+
+        install()
 
 
 def _watch(layer: LowPrecisionLayer) -> None:
