@@ -23,7 +23,7 @@ def test_a_users_model_goes_from_recipe_to_reports_and_back(room: Path, narrowga
     assert "INCONCLUSIVE: all-fp8" in out
     assert "no GPU" in out
     assert "seed 4 all-fp8 done" in err
-    assert sorted(p.name for p in (room / "first").iterdir()) == sorted(FILES)
+    assert sorted(p.name for p in (room / "first").iterdir() if p.is_file()) == sorted(FILES)
     report = json.loads((room / "first" / "report.json").read_text())
     jsonschema.validate(report, report_schema())
     gates = {g["name"]: g["status"] for g in report["gates"]}
@@ -89,7 +89,10 @@ def test_several_recipes_get_a_folder_each_and_a_summary(room: Path, narrowgate)
     same = {g["name"]: g for g in report["gates"]}
     assert same["ne"]["measured"] == 0
     assert same["ne"]["status"] == same["auc"]["status"] == "pass"
-    assert "| `bad` | REJECT |" in (room / "reports" / "summary.md").read_text()
+    (row,) = (
+        line for line in (room / "reports" / "summary.md").read_text().splitlines() if line.startswith("| `bad` |")
+    )
+    assert "| REJECT |" in row
 
 
 def test_a_crashed_worker_is_one_error_and_code_4(room: Path, narrowgate) -> None:
@@ -102,7 +105,7 @@ def test_a_crashed_worker_is_one_error_and_code_4(room: Path, narrowgate) -> Non
     assert "the run failed: the worker of seed" in err
     assert "exit code 9" in err
     # What a CI system picks up tells of this run, not of the last.
-    assert [p.name for p in (room / "reports").iterdir()] == ["junit.xml"]
+    assert [p.name for p in (room / "reports").iterdir() if p.is_file()] == ["junit.xml"]
     case = next(iter(next(iter(JUnitXml.fromfile("reports/junit.xml")))))
     assert case.result[0].type == "run failed"
 
@@ -161,7 +164,7 @@ def test_an_interrupt_ends_workers_and_leaves_no_report(room: Path) -> None:
     assert "interrupted; no report was written" in err
     assert "Traceback" not in err
     assert out == ""
-    assert list((room / "reports").iterdir()) == []
+    assert [p for p in (room / "reports").iterdir() if p.is_file()] == []
     until = time.monotonic() + 10
     while _group_lives(process.pid):
         assert time.monotonic() < until, "a worker outlived the run"
