@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .prediction import Prediction
     from .presets import Preset, TrainingConfig, get_preset, preset, preset_names
     from .task import GemTask
+    from .training import LoopOptions, Trainer
 
 _HOMES = {
     "Batch": "batch",
@@ -27,8 +28,10 @@ _HOMES = {
     "GemConfig": "config",
     "GemModel": "gem",
     "GemTask": "task",
+    "LoopOptions": "training",
     "Prediction": "prediction",
     "Preset": "presets",
+    "Trainer": "training",
     "TrainingConfig": "presets",
     "get_preset": "presets",
     "open_data": "data.source",
@@ -44,8 +47,10 @@ __all__ = [
     "GemConfig",
     "GemModel",
     "GemTask",
+    "LoopOptions",
     "Prediction",
     "Preset",
+    "Trainer",
     "TrainingConfig",
     "get_preset",
     "open_data",

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from .attention import Pooling, SequenceArch
 from .batch import Batch
+from .checkpointing import Checkpointed
 from .config import GemConfig
 from .embedding import EventEncoder, SparseArch
 from .experts import Experts
@@ -49,7 +50,7 @@ class CrossArch(nn.Module):
         return of_features, of_sequence * torch.sigmoid(self.sequence_gate(of_sequence))
 
 
-class GemLayer(nn.Module):
+class GemLayer(Checkpointed):
     """One layer: cross exchange, interaction of the features, update of the sequence."""
 
     def __init__(self, n_features: int, config: GemConfig) -> None:
@@ -61,10 +62,10 @@ class GemLayer(nn.Module):
 
     def forward(self, features: Tensor, tokens: Tensor, window: Window, tail: Window) -> tuple[Tensor, Tensor]:
         """Return the next feature tokens [B, n_interaction, d] and sequence tokens [T, d]."""
-        of_features, of_sequence = self.cross(features, tokens, window, tail)
-        tokens = self.sequence(tokens, of_features, window)
-        features = self.interaction(torch.cat([features, of_sequence.to(features.dtype)], 1))
-        return features if self.experts is None else self.experts(features), tokens
+        of_features, of_sequence = self.run_region("cross", features, tokens, window, tail)
+        tokens = self.run_region("sequence", tokens, of_features, window)
+        features = self.run_region("interaction", torch.cat([features, of_sequence.to(features.dtype)], 1))
+        return features if self.experts is None else self.run_region("experts", features), tokens
 
 
 class Head(nn.Module):

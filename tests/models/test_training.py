@@ -1,0 +1,197 @@
+"""The training loop: repeatable, resumable to the bit, with accumulation, clipping, compilation, recomputation."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from narrowgate.models import Batch, GemTask, LoopOptions, Preset, Trainer
+from narrowgate.models.checkpointing import MODES, checkpoint_activations
+from narrowgate.precision.errors import NarrowgateError
+from torch import nn
+
+
+def trainer(task: GemTask, seed: int = 1, recipe: str | None = None, **options: Any) -> Trainer:
+    return Trainer(task, seed=seed, recipe=recipe, options=LoopOptions(**options))
+
+
+def weights(found: Trainer) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in found.model.state_dict().items()}
+
+
+def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(value, b[name]) for name, value in a.items())
+
+
+def test_a_seed_repeats_a_training_bit_for_bit(task: GemTask) -> None:
+    once, again = trainer(task, deterministic=True), trainer(task, deterministic=True)
+    assert once.fit() == again.fit()
+    assert equal(weights(once), weights(again))
+    assert once.step == once.total_steps == 12
+    assert trainer(task, seed=2).fit() != once.losses
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize("recipe", [None, "fp8-delayed", "gem-fp8"])
+def test_a_resumed_training_gives_the_same_bits(recipe: str | None, small: Preset, tmp_path: Path) -> None:
+    # Dropout, rowwise Adagrad and, with a recipe, histories and stochastic rounding: all have to come back.
+    training = dataclasses.replace(small.training, table_lr=0.05)
+    model = dataclasses.replace(small.model, d=32, fm_hidden=(64,), dropout=0.3)
+    task = GemTask.open(dataclasses.replace(small, training=training, model=model), "synthetic", steps=8)
+    whole = trainer(task, recipe=recipe)
+    whole.fit()
+    half = trainer(task, recipe=recipe)
+    half.fit(5)
+    half.save(tmp_path / "run.pt")
+    torch.manual_seed(99)
+    other = trainer(task, recipe=recipe)
+    other.resume(tmp_path / "run.pt")
+    assert other.step == 5
+    assert other.fit() == whole.losses
+    assert equal(weights(other), weights(whole))
+    assert [path.name for path in tmp_path.iterdir()] == ["run.pt"]
+
+
+def test_stopping_and_going_on_changes_nothing(task: GemTask) -> None:
+    whole, parts = trainer(task), trainer(task)
+    whole.fit(every=5)
+    for until in (1, 4, 12):
+        parts.fit(until)
+    assert parts.losses == whole.losses
+
+
+def test_global_generators_are_left_alone(task: GemTask) -> None:
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    trainer(task).fit(3)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_accumulation_averages_the_gradients_of_its_batches(task: GemTask) -> None:
+    found = trainer(task, accumulate=3, clip_norm=1e9)
+    assert found.total_steps == 4
+    model = task.build_model()
+    model.load_state_dict(found.model.state_dict())
+    for module in (model, found.model):
+        for part in module.modules():
+            if hasattr(part, "config"):
+                part.config = dataclasses.replace(part.config, dropout=0.0)
+    losses = [task.loss(model, batch) for batch in list(task.train_batches(1))[:3]]
+    torch.stack(losses).mean().backward()
+    found.fit(1)
+    assert found.losses[0] == pytest.approx(torch.stack(losses).mean().item(), rel=1e-6)
+    for name, parameter in found.model.named_parameters():
+        torch.testing.assert_close(
+            parameter.grad, dict(model.named_parameters())[name].grad, rtol=1e-4, atol=1e-6, msg=name
+        )
+
+
+def test_clipping_bounds_the_gradient_norm(task: GemTask) -> None:
+    norms = []
+    for limit in (None, 1e-3):
+        found = trainer(task, clip_norm=limit)
+        found.fit(1)
+        norms.append(torch.nn.utils.get_total_norm([p.grad for p in found.model.parameters()]).item())
+    assert norms[0] > 1e-2
+    assert norms[1] == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_training_lowers_the_loss_and_prediction_covers_the_held_out_rows(small: Preset) -> None:
+    task = GemTask.open(small, "synthetic", steps=60)
+    found, seen = trainer(task), []
+    losses = found.fit(watch=lambda step, total, loss: seen.append((step, total, loss)))
+    assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
+    assert seen == [(20, 60, losses[19]), (40, 60, losses[39]), (60, 60, losses[59])]
+    prediction = found.predict()
+    assert prediction.logits.shape == prediction.labels.shape == (120, 2)
+    assert not prediction.logits.requires_grad
+
+
+def test_bf16_autocast_reaches_the_products(task: GemTask) -> None:
+    found = trainer(task, bf16=True)
+    seen: list[torch.dtype] = []
+    layer = found.model.get_submodule("layers.0.interaction.out")
+    assert isinstance(layer, nn.Linear)
+    layer.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+    assert torch.tensor(found.fit(2)).isfinite().all()
+    assert seen == [torch.bfloat16] * 2
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_recomputed_regions_give_the_same_losses_with_fewer_saved_bytes(mode: str, task: GemTask) -> None:
+    saved = {}
+    losses = {}
+    for name, regions in {"none": {}, "some": {"interaction": mode, "sequence": mode, "cross": mode}}.items():
+        found = trainer(task, checkpoint=regions)
+        losses[name] = found.fit(4)
+        saved[name] = saved_bytes(found.model, next(iter(task.train_batches(0))), task)
+    assert losses["some"] == losses["none"]
+    assert saved["some"] < 0.7 * saved["none"]
+
+
+def saved_bytes(model: nn.Module, batch: Batch, task: GemTask) -> int:
+    """Bytes that autograd holds between forward and backward, parameters aside."""
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    held: dict[int, int] = {}
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        if x.untyped_storage().data_ptr() not in own:
+            held[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        task.loss(model, batch).backward()
+    return sum(held.values())
+
+
+@pytest.mark.parametrize("recipe", ["fp8-delayed", "gem-fp8"])
+def test_recomputation_under_a_recipe_repeats_its_rounding(recipe: str, small: Preset) -> None:
+    model = dataclasses.replace(small.model, d=32, fm_hidden=(64,))
+    task = GemTask.open(dataclasses.replace(small, model=model), "synthetic", steps=4)
+    regions = {"interaction": "all", "sequence": "pointwise"}
+    assert trainer(task, recipe=recipe, checkpoint=regions).fit() == trainer(task, recipe=recipe).fit()
+
+
+def test_recomputation_compiles_whole(small: Preset) -> None:
+    shallow = dataclasses.replace(small, model=dataclasses.replace(small.model, layers=1))
+    task = GemTask.open(shallow, "synthetic")
+    batch = next(iter(task.train_batches(0)))
+    model = task.build_model().eval()
+    expected = torch.autograd.grad(task.loss(model, batch), list(model.parameters()))
+    checkpoint_activations(model, {"interaction": "pointwise", "sequence": "all"})
+    compiled: Any = torch.compile(model, backend="aot_eager", fullgraph=True)
+    found = torch.autograd.grad(task.loss(compiled, batch), list(model.parameters()))
+    for one, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, wanted, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.gpu
+def test_deterministic_losses_repeat_on_a_gpu(small: Preset) -> None:
+    task = GemTask.open(small, "synthetic", device="cuda", steps=100)
+    assert trainer(task, deterministic=True).fit() == trainer(task, deterministic=True).fit()
+
+
+def test_what_cannot_be_is_said(task: GemTask, tmp_path: Path) -> None:
+    with pytest.raises(NarrowgateError, match="'accumulate' must be at least 1, found 0"):
+        LoopOptions(accumulate=0)
+    with pytest.raises(NarrowgateError, match="'memory_budget' needs compiled=True"):
+        LoopOptions(memory_budget=0.5)
+    with pytest.raises(NarrowgateError, match="unknown region 'interactions'; did you mean 'interaction'"):
+        trainer(task, checkpoint={"interactions": "all"})
+    with pytest.raises(NarrowgateError, match="region 'cross' is one of all, pointwise, found 'every'"):
+        trainer(task, checkpoint={"cross": "every"})
+    with pytest.raises(NarrowgateError, match="found 12 batches, expected at least 13"):
+        trainer(task, accumulate=13)
+    with pytest.raises(NarrowgateError, match="no layers in this Linear"):
+        checkpoint_activations(nn.Linear(2, 2), {})
+    with pytest.raises(NarrowgateError, match="does not exist"):
+        trainer(task).resume(tmp_path / "none.pt")
+    (tmp_path / "bad.pt").write_text("no checkpoint")
+    with pytest.raises(NarrowgateError, match="cannot be read"):
+        trainer(task).resume(tmp_path / "bad.pt")
+    trainer(task).save(tmp_path / "one.pt")
+    with pytest.raises(NarrowgateError, match="of another training: seed 1, here 2"):
+        trainer(task, seed=2).resume(tmp_path / "one.pt")
