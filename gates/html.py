@@ -11,6 +11,7 @@ from markupsafe import Markup
 from ruamel.yaml import YAML
 
 from .charts import WIDTH
+from .measurements import Operand
 from .plots import loss_charts, quality_charts, speed_charts, wall_chart, waterfall
 from .render import gate_row, quality_lines
 from .report import Report
@@ -42,6 +43,7 @@ def render_html(report: Report) -> str:
         quality=quality_lines(report),
         charts=[chart for chart in charts if chart is not None],
         wall=wall_chart(report),
+        operands=worst_operands(report),
         levels=[(name, getattr(report.evidence, name)) for name in _LEVELS],
         results=[
             (name, facts_of(level.results))
@@ -74,6 +76,33 @@ def facts_of(data: Any, prefix: str = "") -> list[tuple[str, str]]:
     if isinstance(data, list | tuple):
         return [(prefix, ", ".join(_text(value) for value in data))]
     return [(prefix, _text(data))]
+
+
+def worst_operands(report: Report) -> list[tuple[str, ...]]:
+    """Return the candidate's operands that lost the most, as cells of a table; of all seeds the worst one's numbers."""
+    found: dict[tuple[str, str, str], Operand] = {}
+    for seed in report.measurements.seeds:
+        for operand in seed.candidate.stability.worst:
+            key = (operand.layer, operand.path, operand.operand)
+            before = found.get(key)
+            if before is None or _loss(operand) > _loss(before):
+                found[key] = operand
+    return [
+        (
+            o.layer,
+            f"{o.path}.{o.operand}",
+            o.format,
+            f"{100 * o.worst_saturated:.3g} % at step {o.worst_saturated_step}" if o.worst_saturated else "none",
+            f"{100 * o.worst_underflowed:.3g} % at step {o.worst_underflowed_step}" if o.worst_underflowed else "none",
+            f"{100 * o.worst_clipped:.3g} %" if o.worst_clipped else "none",
+            "-" if o.sqnr_db is None else f"{o.sqnr_db:.1f} dB",
+        )
+        for o in sorted(found.values(), key=_loss, reverse=True)
+    ]
+
+
+def _loss(operand: Operand) -> tuple[float, float, float]:
+    return operand.worst_saturated, operand.worst_underflowed, -(operand.sqnr_db or 0.0)
 
 
 def layer_row(layer: dict[str, Any]) -> dict[str, Any]:

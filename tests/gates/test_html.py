@@ -9,10 +9,10 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 from narrowgate.gates.charts import Axis, histogram
-from narrowgate.gates.html import render_html
-from narrowgate.gates.measurements import RowEstimate, StepTime
+from narrowgate.gates.html import render_html, worst_operands
+from narrowgate.gates.measurements import Operand, RowEstimate, StepTime
 from narrowgate.gates.plots import loss_charts, quality_charts, speed_charts, wall_chart, waterfall
-from narrowgate.gates.report import Report, load_report
+from narrowgate.gates.report import Report, Reuse, load_report
 
 #: Elements that HTML never closes.
 VOID = {"meta", "link"}
@@ -300,6 +300,33 @@ def test_a_histogram_counts_every_value_once(draw: Callable[[np.random.Generator
     assert sum(n for *_, n in bins) == len(values)
     for low, high, n in bins[:-1]:
         assert n == sum(low <= v < high for v in values)
+
+
+def test_the_operands_that_lost_the_most_are_listed_once_with_their_worst_seed(measurements, make_report, arm) -> None:
+    def operand(layer: str, saturated: float, step: int) -> Operand:
+        return Operand(
+            layer=layer, path="fprop", operand="input", format="fp8_e4m3", steps=3, elements=64, amax=9.0,
+            saturated=saturated / 2, worst_saturated=saturated, worst_saturated_step=step, underflowed=0.0,
+            worst_underflowed=0.0, worst_underflowed_step=1, clipped=0.0, worst_clipped=0.0, nonfinite=0.0,
+            sqnr_db=31.5,
+        )  # fmt: skip
+
+    m = measurements([0.0] * 2)
+    lost = [(operand("a", 0.01, 1), operand("b", 0.2, 1)), (operand("a", 0.05, 50),)]
+    seeds = tuple(
+        s.model_copy(update={"candidate": arm(0.8, 0.7, worst=own)}) for s, own in zip(m.seeds, lost, strict=True)
+    )
+    report = make_report(m.model_copy(update={"seeds": seeds}))
+    assert [(row[0], row[3]) for row in worst_operands(report)] == [("b", "20 % at step 1"), ("a", "5 % at step 50")]
+    assert "31.5 dB" in render_html(report)
+    assert 'id="numerics"' not in render_html(make_report(m))
+
+
+def test_reused_trainings_are_said(accepted: Report) -> None:
+    reuse = Reuse(trainings=16, baseline=8, candidate=1, notes=("disk full",))
+    assert "9 of 16 trainings were kept from an earlier run of the same content; disk full" in render_html(
+        accepted.model_copy(update={"reuse": reuse})
+    )
 
 
 def test_an_infinite_row_interval_is_left_out(measurements, make_report) -> None:
