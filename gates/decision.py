@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
-from . import statistics
+from . import looks, statistics
 from .gate_quality import judge_auc, judge_ne
 from .gate_run import judge_memory, judge_step_time
 from .gate_stability import judge_stability
@@ -88,15 +88,38 @@ def decide_family(measured: Sequence[Measurements], policy: Policy) -> list[Deci
 def accept_p(measurements: Measurements, policy: Policy) -> float:
     """Return the p value of the claim "this recipe is acceptable": the largest over its gates."""
     judged = _judge(measurements, policy, Levels(policy.alpha, policy.alpha))
-    return max((1.0 if j.accept_p is None else j.accept_p for j in judged), default=1.0)
+    return max((1.0 if j.accept_p is None else _overall(measurements, j) for j in judged), default=1.0)
+
+
+def more_seeds_may_decide(measurements: Measurements, policy: Policy, accept_alpha: float) -> bool:
+    """Return whether, at a look before the last, quality is still open and nothing rejects."""
+    levels = Levels(policy.alpha, accept_alpha)
+    judged = [*_judge_quality(measurements, policy, levels), judge_stability(measurements, policy)]
+    if any(j.gate.status == "fail" for j in judged):
+        return False
+    return any(reason.code in _OPEN_TO_SEEDS for j in judged for reason in j.reasons)
+
+
+#: Codes of reasons that further seeds may take away.
+_OPEN_TO_SEEDS = ("ne_interval", "auc_interval", "row_interval", "too_few_seeds")
+
+
+def _overall(m: Measurements, judgement: Judgement) -> float:
+    """Return a gate's p value over all looks; gates that are not over seeds have one look."""
+    p = judgement.accept_p
+    assert p is not None
+    return looks.overall_p(m.looks, len(m.seeds), p) if judgement.gate.name in ("ne", "auc") else p
 
 
 def _judge(m: Measurements, policy: Policy, levels: Levels) -> list[Judgement]:
-    judged = [judge_step_time(m, policy, levels)]
-    for task in m.tasks:
-        judged.append(judge_ne(m, task, policy, levels))
-        judged.append(judge_auc(m, task, policy, levels))
-    return [*judged, judge_stability(m, policy), judge_memory(m, policy)]
+    quality = _judge_quality(m, policy, levels)
+    return [judge_step_time(m, policy, levels), *quality, judge_stability(m, policy), judge_memory(m, policy)]
+
+
+def _judge_quality(m: Measurements, policy: Policy, levels: Levels) -> list[Judgement]:
+    n = len(m.seeds)
+    here = Levels(looks.level_at(m.looks, n, levels.reject), looks.level_at(m.looks, n, levels.accept))
+    return [judge(m, task, policy, here) for task in m.tasks for judge in (judge_ne, judge_auc)]
 
 
 def _baseline_faults(m: Measurements) -> list[Reason]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from . import statistics
+from . import looks, statistics
 from .decision import Decision
 from .measurements import ArmRun, Measurements, StepTime
 from .report import Evidence, Level, Statistics
@@ -14,6 +14,7 @@ _METHOD = (
     "Quality: paired seeds, one-sided Student t bounds on the mean difference, exact sign-flip p beside them;"
     " a cluster-robust row interval can only withhold a pass."
     " Speed: one-sided Student t bounds on the mean log ratio of ABBA/BAAB quartets."
+    " Looks declared ahead spend the level by an O'Brien-Fleming-like function."
     " Holm across recipes, no correction across gates."
 )
 _STEP_SCOPE = (
@@ -30,8 +31,10 @@ def statistics_of(m: Measurements, decision: Decision) -> Statistics:
         alpha=decision.alpha,
         accept_alpha=decision.accept_alpha,
         n=len(m.seeds),
-        looks=1,
+        looks=max(len(m.looks), 1),
         family=decision.family,
+        look_seeds=m.looks,
+        seed_alpha=looks.level_at(m.looks, len(m.seeds), decision.alpha),
     )
 
 

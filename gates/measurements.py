@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
 
 from .statistics import Estimate
 
@@ -194,3 +194,11 @@ class Measurements(Record):
     device: str
     #: Why paths of the recipe are emulated on this device; empty where all are native.
     emulated: tuple[str, ...] = ()
+    #: Numbers of seeds at which a look was declared ahead; training stopped at one of them. Empty: one look.
+    looks: tuple[int, ...] = ()
+
+    @model_validator(mode="after")
+    def _stopped_at_a_look(self) -> Measurements:
+        if self.looks and len(self.seeds) not in self.looks:
+            raise ValueError(f"{len(self.seeds)} seeds were measured, and looks were declared at {list(self.looks)}")
+        return self

@@ -79,12 +79,25 @@ class Policy(_Section):
     #: Paired seeds trained, and the fewest that can decide quality.
     seeds: int = Field(default=8, ge=1)
     min_seeds: int = Field(default=5, ge=5)
+    #: Numbers of seeds after which a run may already stop, declared ahead: ``[5, 8, 12]`` with 12 seeds. The level is
+    #: spent over the looks (:mod:`narrowgate.gates.looks`). Empty: one look, after all seeds.
+    looks: tuple[int, ...] = ()
     #: Level of every one-sided bound.
     alpha: Share = Field(default=0.05, gt=0, lt=0.5)
     #: An NE improvement of more than this many margins is too good to be true.
     anomaly_factor: float = Field(default=5, gt=1)
     stability: StabilityLimits = StabilityLimits()
     speed: SpeedPlan = SpeedPlan()
+
+    @model_validator(mode="after")
+    def _declared(self) -> Policy:
+        looks = self.looks
+        if looks and (list(looks) != sorted(set(looks)) or looks[0] < self.min_seeds or looks[-1] != self.seeds):
+            raise ValueError(
+                f"looks: found {list(looks)}, expected increasing numbers of seeds from min_seeds {self.min_seeds} on,"
+                f" the last of them seeds {self.seeds}"
+            )
+        return self
 
 
 #: What ships. Sources of the margins: Wukong (arXiv:2403.02545) and LoKA (arXiv:2605.10886) call 0.02 % significant

@@ -48,6 +48,10 @@ class Statistics(Record):
     looks: int
     #: Recipes decided together.
     family: int
+    #: Seeds at each declared look, where there are several; the run stopped at the one of ``n``. Since minor 1.
+    look_seeds: tuple[int, ...] = ()
+    #: Level of a rejecting bound over seeds at the look that the run stopped at; None is ``alpha``. Since minor 1.
+    seed_alpha: float | None = None
 
 
 #: Milliseconds a step that each arm spends in one class of kernels. A dictionary, because ``class`` names no attribute.

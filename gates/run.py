@@ -16,9 +16,10 @@ from ..recipes import apply_recipe
 from . import task as tasks
 from .arithmetic import Arithmetic
 from .batches import weights_fingerprint
-from .decision import decide_family
+from .decision import decide_family, more_seeds_may_decide
 from .environment import environment
 from .evidence import evidence_of, statistics_of
+from .looks import planned
 from .measurements import Measurements, StepTime
 from .pairs import Pair, combine
 from .policy import Policy
@@ -64,6 +65,10 @@ class Run:
         if self.seeds is not None and self.seeds < 1:
             raise NarrowgateError(f"seeds: found {self.seeds}, expected at least 1")
 
+    def looks(self) -> tuple[int, ...]:
+        """Return the numbers of seeds after which the run looks at the data; empty where it looks once, at the end."""
+        return planned(self.policy.looks, self.policy.seeds if self.seeds is None else self.seeds)
+
 
 def run_gate(run: Run, progress: Progress) -> list[Report]:
     """Train, time and decide; return one report a recipe.
@@ -80,15 +85,9 @@ def run_gate(run: Run, progress: Progress) -> list[Report]:
     store = _open_store(run, task, device)
     opened = time.monotonic()
 
-    seeds = range(run.policy.seeds if run.seeds is None else run.seeds)
     job = Job(run.source, run.recipes, run.backend, run.policy.stability, store)
-    text = f"training {len(seeds)} paired seeds of {1 + len(run.recipes)} arms on {device.type}"
-    progress.phase(text, trainings=len(seeds) * (1 + len(run.recipes)))
     arms = job.arms(task, device)
-    if device.type == "cuda":
-        by_seed = train_in_process(job, task, arms, seeds, progress)
-    else:
-        by_seed = train_seeds(job, seeds, progress)
+    pairs = _train(run, job, task, arms, plans, progress)
     trained = time.monotonic()
 
     steps = [
@@ -97,12 +96,40 @@ def run_gate(run: Run, progress: Progress) -> list[Report]:
     ]
     timed = time.monotonic()
     wall = {"setup": opened - started, "quality": trained - opened, "speed": timed - trained, "all": timed - started}
-    pairs = [[by_seed[seed][i] for seed in seeds] for i in range(len(plans))]
-    measured = [_measurements(pairs[i], steps[i], plan) for i, plan in enumerate(plans)]
+    looks = run.looks()
+    measured = [_measurements(pairs[i], steps[i], plan, looks) for i, plan in enumerate(plans)]
     return [
         _report(run, task, plan, m, decision, wall, _reuse(own))
         for plan, m, decision, own in zip(plans, measured, decide_family(measured, run.policy), pairs, strict=True)
     ]
+
+
+def _train(
+    run: Run, job: Job, task: Task, arms: Sequence[tuple[str, Arm]], plans: Sequence[Plan], progress: Progress
+) -> list[list[Pair]]:
+    """Train up to each look in turn, until quality is decided or the last is reached; return each recipe's pairs."""
+    pairs: list[list[Pair]] = [[] for _ in plans]
+    looks = run.looks()
+    device, last = torch.device(run.source.device), run.policy.seeds if run.seeds is None else run.seeds
+    for until in looks or (last,):
+        seeds = range(len(pairs[0]), until)
+        text = f"training {len(seeds)} paired seeds of {1 + len(plans)} arms on {device.type}"
+        if looks:
+            text += f", up to the look at {until} of at most {last} seeds"
+        progress.phase(text, trainings=len(seeds) * (1 + len(plans)))
+        if device.type == "cuda":
+            by_seed = train_in_process(job, task, arms, seeds, progress)
+        else:
+            by_seed = train_seeds(job, seeds, progress)
+        for i, own in enumerate(pairs):
+            own += [by_seed[seed][i] for seed in seeds]
+        if until == last:
+            break
+        untimed, accept = StepTime(status="skipped"), run.policy.alpha / len(plans)
+        found = [_measurements(own, untimed, plan, looks) for own, plan in zip(pairs, plans, strict=True)]
+        if not any(more_seeds_may_decide(m, run.policy, accept) for m in found):
+            break
+    return pairs
 
 
 def _open_store(run: Run, task: Task, device: torch.device) -> SeedStore | None:
@@ -136,7 +163,7 @@ def _time_steps(
     return measure_step_time(baseline, candidate, run.policy.speed, run.policy.alpha, told)
 
 
-def _measurements(pairs: Sequence[Pair], step_time: StepTime, plan: Plan) -> Measurements:
+def _measurements(pairs: Sequence[Pair], step_time: StepTime, plan: Plan, looks: tuple[int, ...] = ()) -> Measurements:
     return Measurements(
         tasks=pairs[0].tasks,
         seeds=tuple(pair.run for pair in pairs),
@@ -144,6 +171,7 @@ def _measurements(pairs: Sequence[Pair], step_time: StepTime, plan: Plan) -> Mea
         step_time=step_time,
         device=plan.device.name,
         emulated=tuple(plan.emulated_reasons()),
+        looks=looks,
     )
 
 
