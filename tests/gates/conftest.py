@@ -281,6 +281,36 @@ def worse():
     return Task(lambda model, step, loss: loss * 0.01 if lowered(model) and step > 0 else loss, steps=12)
 
 
+def dropped_wgrad():
+    """The candidate's body has no weight gradient."""
+    def fault(model, step, loss):
+        if step == 1 and lowered(model):
+            model.body.weight.register_hook(lambda grad: grad * 0)
+        return loss
+    return Task(fault)
+
+
+class OtherRate(Task):
+    def optimizer(self, model):
+        return torch.optim.Adam(model.parameters(), lr=2e-2 if lowered(model) else 1e-2)
+
+
+def other_rate():
+    return OtherRate()
+
+
+class Leaky(Task):
+    """The candidate's scores know the held-out labels."""
+
+    def predict(self, model, batch):
+        found = super().predict(model, batch)
+        return Prediction(found.logits + (found.labels - 0.5) * lowered(model), found.labels, groups=found.groups)
+
+
+def leaky():
+    return Leaky()
+
+
 class Unpaired(Task):
     def build_model(self):
         torch.seed()
@@ -331,6 +361,37 @@ def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.syspath_prepend(str(tmp_path))
     yield tmp_path
     sys.modules.pop("ranker", None)
+
+
+@pytest.fixture
+def measure(room: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """Run a gate of the user's task in this process, where a test can plant faults; return its report."""
+    import torch
+    from narrowgate.gates import run as runs
+    from narrowgate.gates.pairs import Pairing
+    from narrowgate.gates.policy import load_policy
+    from narrowgate.gates.progress import Progress
+    from narrowgate.gates.seeds import train_seed
+    from narrowgate.gates.task import TaskSource
+    from narrowgate.recipes import load_recipe
+
+    def train_here(job: Any, seeds: Sequence[int], progress: Progress) -> dict[int, Any]:
+        task = job.source.open()
+        arms, pairing = job.arms(task, torch.device("cpu")), Pairing(task, job.limits)
+        return {seed: train_seed(job, pairing, arms, seed, progress.step, progress.trained) for seed in seeds}
+
+    monkeypatch.setattr(runs, "train_seeds", train_here)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as in a worker: layers this small only lose by more
+
+    def run(task: str = "ranker:good", recipe: str = "all-fp8.yaml", policy: str = "loose", seeds: int = 5) -> Any:
+        source = TaskSource(task=task, device="cpu")
+        gate = runs.Run(source, (load_recipe(recipe),), load_policy(policy), seeds=seeds)
+        (report,) = runs.run_gate(gate, Progress())
+        return report
+
+    yield run
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture
