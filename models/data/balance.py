@@ -60,10 +60,12 @@ def deal(rows: Ints, lengths: Ints, batch_size: int, sub_batch: int) -> Ints:
     """
     batches = len(rows) // batch_size
     assert len(rows) == batches * batch_size, "a pool is made of whole batches"
-    parts = rows.reshape(-1, sub_batch)
-    order = lengths.reshape(-1, sub_batch).sum(1).argsort(kind="stable")
-    # Round after round, each batch takes one sub-batch, in turn from the light end up and from the heavy end down: what
-    # one round gave a batch too much, the next gives too little.
-    rounds = order.reshape(-1, batches).copy()
-    rounds[1::2] = rounds[1::2, ::-1]
-    return parts[rounds.T].reshape(-1)
+    parts, weights = rows.reshape(-1, sub_batch), lengths.reshape(-1, sub_batch).sum(1)
+    room = len(parts) // batches
+    # Heaviest first, each to the batch that carries least among those with room: light ones end up beside heavy ones.
+    load, taken = [0] * batches, [[] for _ in range(batches)]
+    for part in weights.argsort(kind="stable")[::-1].tolist():
+        to = min((b for b in range(batches) if len(taken[b]) < room), key=load.__getitem__)
+        taken[to].append(part)
+        load[to] += int(weights[part])
+    return parts[taken].reshape(-1)

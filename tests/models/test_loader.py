@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from narrowgate.models import Batch, Dataset, FeatureSpec, Field, TrainingConfig
+from narrowgate.models.data.balance import Balance, deal
 from narrowgate.models.data.rows import AGE_BUCKETS, RowData, strictly_earlier
 from narrowgate.precision.errors import NarrowgateError
 
@@ -71,6 +72,42 @@ def test_a_seed_gives_its_order_again_and_another_seed_another(rows: RowData) ->
     assert len(stream) == len(once)
     assert [shown(batch) for batch in stream] == once
     assert [shown(batch) for batch in data.train_batches(2)] != once
+
+
+def test_a_stream_goes_on_from_any_batch(rows: RowData) -> None:
+    for balance in (None, Balance(sub_batch=5, pool=4)):
+        data = Dataset(rows, dataclasses.replace(TRAINING, balance=balance), max_events=4)
+        whole = [shown(batch) for batch in data.train_batches(1)]
+        assert [shown(batch) for batch in data.train_batches(1).starting_at(6)] == whole[6:]
+    assert [shown(batch) for batch in data.eval_batches().starting_at(1)] == [shown(b) for b in data.eval_batches()][1:]
+
+
+def test_balanced_batches_show_every_row_once_with_even_tokens() -> None:
+    rows = make_rows(users=80, each=9)
+    spread = []
+    for balance in (None, Balance(sub_batch=5, pool=8)):
+        data = Dataset(rows, dataclasses.replace(TRAINING, batch_size=35, epochs=1, balance=balance), max_events=6)
+        batches = list(data.train_batches(2))
+        seen = [row for batch in batches for row in shown(batch)]
+        assert sorted(seen) == rows.train.tolist()
+        spread.append(np.ptp([int(batch.offsets[-1]) for batch in batches[:8]]))
+    assert spread[1] <= 0.3 * spread[0]
+
+
+def test_dealing_keeps_sub_batches_together_and_puts_heavy_beside_light() -> None:
+    rows = np.arange(12)
+    lengths = np.array([9, 9, 1, 1, 8, 8, 2, 2, 5, 5, 4, 4])
+    dealt = deal(rows, lengths, 6, 2).reshape(2, 3, 2)
+    assert (dealt[..., 1] == dealt[..., 0] + 1).all()
+    assert sorted(dealt.flatten()) == rows.tolist()
+    assert lengths[dealt].sum((1, 2)).tolist() == [30, 28]
+
+
+def test_sub_batches_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(NarrowgateError, match="'sub_batch' must divide the batch of 10 rows, found 4"):
+        dataclasses.replace(TRAINING, balance=Balance(sub_batch=4))
+    with pytest.raises(NarrowgateError, match="'pool' must be at least 1, found 0"):
+        Balance(pool=0)
 
 
 def test_evaluation_shows_every_held_out_row_once_in_order(rows: RowData) -> None:
