@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 from typing import Any
 
@@ -338,4 +339,7 @@ def test_distributed_data_parallel_wraps_a_lowered_model(tower, fp8, ids, tmp_pa
         apply_recipe(wrapped, load_recipe("fp8-row"))
         wrapped(ids).sum().backward()
     finally:
+        # Were the reducer the last to hold the process group, it would wait for its thread while it holds the GIL.
+        wrapped = None
+        gc.collect()
         distributed.destroy_process_group()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -133,6 +134,9 @@ def test_names_through_distributed_data_parallel_are_the_models_own(tower, ids, 
         assert set(recipe_state(wrapped)["layers"]) == {f"interaction.{i}" for i in range(4)}
         assert set(recipe_state(tower)["layers"]) == {f"interaction.{i}" for i in range(4)}
     finally:
+        # Were the reducer the last to hold the process group, it would wait for its thread while it holds the GIL.
+        wrapped = plan = None
+        gc.collect()
         distributed.destroy_process_group()
 
 
