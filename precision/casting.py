@@ -6,36 +6,25 @@ along its contraction, so the second use needs a transposed copy. :func:`quantiz
 kernel that reads the tensor once (twice where a dynamic scale must be known first), the same codes and scales as
 :func:`narrowgate.precision.quantize` bit for bit.
 
-The kernels are reached through two operators, ``narrowgate::cast_fp8`` and ``narrowgate::cast_fp8_delayed``, which
-take a pointwise :class:`~narrowgate.precision.kernels.program.Program` over their inputs: in eager mode the identity,
-under ``torch.compile`` whatever produced the tensor (see :mod:`narrowgate.precision.fusion`).
+In eager mode the kernels cast the tensor that they are given; under ``torch.compile`` they also compute it, from what
+it was made of (see :mod:`narrowgate.precision.fusion`).
 """
 
 from __future__ import annotations
 
-import math
-import os
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from .cast_operators import GRANULARITIES, SAME, kernels_on_cpu
 from .clipping import clip_limit
 from .delayed import AmaxHistory
-from .kernels.program import IDENTITY, Program
+from .kernels.program import IDENTITY
 from .quantization import QuantizedTensor, quantize
-from .rounding import overflow_threshold, torch_dtype
 from .spec import Spec
 
-#: What a kernel knows how to cast to: one scale for these, or blocks of 128.
-_GRANULARITIES = {"tensor": 1, "row": 2, "1x128": 3, "128x128": 4}
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-#: As the ``columns`` argument of ``cast_fp8``: the codes of ``rows``, transposed.
-_SAME = "="
-_LARGEST_SIDE = 2**31 - 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,14 +91,8 @@ def has_kernel(x: Tensor, *specs: Spec) -> bool:
 
 def _kernel_spec(spec: Spec) -> bool:
     fmt = spec.fmt
-    plain = fmt.element.bits == 8 and not fmt.block_scaled and spec.granularity in _GRANULARITIES
+    plain = fmt.element.bits == 8 and not fmt.block_scaled and spec.granularity in GRANULARITIES
     return plain and spec.hadamard is None
-
-
-@lru_cache(maxsize=1)
-def kernels_on_cpu() -> bool:
-    """Triton's interpreter runs kernels on CPU tensors; without it the operators there are their reference."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def _reference(x: Tensor, request: Request, dim: int) -> QuantizedTensor:
@@ -134,7 +117,7 @@ def _launch(
     else:
         codes, first_scale, turned, second_scale = torch.ops.narrowgate.cast_fp8(
             [x], IDENTITY, "" if rows is None else str(rows.spec),
-            _SAME if same else "" if columns is None else str(columns.spec),
+            SAME if same else "" if columns is None else str(columns.spec),
             None if rows is None else rows.seed, None, limits[0],
             None if columns is None or same else columns.seed, None, limits[1],
         )  # fmt: skip
@@ -159,180 +142,3 @@ def _as_stored(scale: Tensor, spec: Spec, dim: int) -> Tensor:
     if spec.granularity == "row":
         return scale.unsqueeze(dim)
     return scale.t() if spec.granularity == "1x128" and dim == 1 else scale
-
-
-def matrix(leaves: Sequence[Tensor], program: Program) -> tuple[int, int]:
-    """Return (M, N) of one result of ``program`` over N-D ``leaves``: their common shape, leading axes flattened."""
-    shape = torch.broadcast_shapes(*(leaf.shape for leaf in leaves))
-    return math.prod(shape[:-1]), shape[-1]
-
-
-@torch.library.custom_op("narrowgate::cast_fp8", mutates_args=())
-def cast_fp8(
-    leaves: Sequence[Tensor],
-    program: str,
-    rows: str,
-    columns: str,
-    rows_key: Tensor | None,
-    rows_bits: Tensor | None,
-    rows_limit: Tensor | None,
-    columns_key: Tensor | None,
-    columns_bits: Tensor | None,
-    columns_limit: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Quantize the [M, N] matrix that ``program`` makes of ``leaves``; see :func:`quantize_both`.
-
-    Args:
-        leaves: tensors that broadcast to one shape [..., N], a program's inputs.
-        program: text of a :class:`Program`.
-        rows: format expression of the operand contracted over columns, or "".
-        columns: of the operand contracted over rows, "" or "=" for the codes of ``rows``.
-        rows_key: int64 [], key of the random bits; with ``rows_bits`` int16 [M, N] instead of drawn ones.
-        rows_bits: see ``rows_key``.
-        rows_limit: FP32 [], magnitude at which values are clipped.
-        columns_key: as for rows.
-        columns_bits: as for rows.
-        columns_limit: as for rows.
-
-    Returns:
-        Codes [M, N] and their scales, codes [N, M] and their scales; empty where not asked for. Scales are FP32: [],
-        [M] or [N] for rows, [N / 128, M] and [M / 128, N] for blocks of 1x128, [M / 128, N / 128] for 128x128.
-    """
-    if not (leaves[0].is_cuda or kernels_on_cpu()):
-        from .kernels.reference import reference_cast
-
-        return reference_cast(
-            leaves, Program.parse(program), rows, columns, (rows_key, rows_bits), (columns_key, columns_bits)
-        )
-    from .kernels.launch import Operand, launch_cast
-
-    first = None if not rows else Operand(Spec.parse(rows), rows_key, rows_bits, rows_limit)
-    second = None
-    if columns and columns != _SAME:
-        second = Operand(Spec.parse(columns), columns_key, columns_bits, columns_limit)
-    return launch_cast(leaves, Program.parse(program), first, second, same=columns == _SAME)
-
-
-@cast_fp8.register_fake
-def _(
-    leaves: Sequence[Tensor],
-    program: str,
-    rows: str,
-    columns: str,
-    rows_key: Tensor | None,
-    rows_bits: Tensor | None,
-    rows_limit: Tensor | None,
-    columns_key: Tensor | None,
-    columns_bits: Tensor | None,
-    columns_limit: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    parsed = Program.parse(program)
-    count, width = matrix(leaves, parsed)
-    width *= parsed.pieces
-    first = Spec.parse(rows) if rows else None
-    second = first if columns == _SAME else Spec.parse(columns) if columns else None
-    return (
-        *empty_operand(leaves[0], first, (count, width), 1),
-        *empty_operand(leaves[0], second, (count, width), 0, scaled=columns != _SAME),
-    )
-
-
-@torch.library.custom_op("narrowgate::cast_fp8_delayed", mutates_args=("pending", "saturated", "workspace"))
-def cast_fp8_delayed(
-    leaves: Sequence[Tensor],
-    program: str,
-    spec: str,
-    rows: bool,
-    columns: bool,
-    key: Tensor | None,
-    limit: Tensor | None,
-    history: Tensor,
-    pending: Tensor,
-    saturated: Tensor,
-    workspace: Tensor,
-    recording: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantize with one scale from an amax history, in one pass, and record this tensor's amax.
-
-    Args:
-        leaves: as for ``cast_fp8``.
-        program: as for ``cast_fp8``.
-        spec: format expression with ``delayed(n)``.
-        rows: whether the codes for a contraction over columns are wanted.
-        columns: whether the codes for a contraction over rows are wanted.
-        key: int64 [], key of the random bits of ``+sr``.
-        limit: FP32 [], magnitude at which values are clipped.
-        history: the state of :class:`AmaxHistory`, as are ``pending``, ``saturated`` and ``workspace``.
-        pending: see there.
-        saturated: see there.
-        workspace: see there.
-        recording: enter the amax into ``pending`` and count what saturates.
-
-    Returns:
-        Codes [M, N] and [N, M], empty where not wanted, and their scale, FP32 [].
-    """
-    state = (history, pending, saturated, workspace)
-    if not (leaves[0].is_cuda or kernels_on_cpu()):
-        from .kernels.reference import reference_delayed_cast
-
-        return reference_delayed_cast(
-            leaves, Program.parse(program), Spec.parse(spec), rows, columns, key, state, recording
-        )
-    from .kernels.launch import Operand, launch_delayed_cast
-
-    operand = Operand(Spec.parse(spec), key, None, limit)
-    return launch_delayed_cast(leaves, Program.parse(program), operand, rows, columns, state, recording)
-
-
-@cast_fp8_delayed.register_fake
-def _(
-    leaves: Sequence[Tensor],
-    program: str,
-    spec: str,
-    rows: bool,
-    columns: bool,
-    key: Tensor | None,
-    limit: Tensor | None,
-    history: Tensor,
-    pending: Tensor,
-    saturated: Tensor,
-    workspace: Tensor,
-    recording: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    parsed = Program.parse(program)
-    count, width = matrix(leaves, parsed)
-    shape, found = (count, width * parsed.pieces), Spec.parse(spec)
-    codes, scale = empty_operand(leaves[0], found, shape, 1)
-    turned, _ = empty_operand(leaves[0], found, shape, 0)
-    nothing = codes.new_empty(0)
-    return (codes if rows else nothing, turned if columns else nothing, scale)
-
-
-def empty_operand(
-    like: Tensor, spec: Spec | None, shape: tuple[Any, Any], dim: int, *, scaled: bool = True
-) -> tuple[Tensor, Tensor]:
-    """Return uninitialized codes and scales of one operand, contracted over ``dim`` of a matrix of ``shape``."""
-    count, width = shape
-    if spec is None:
-        return like.new_empty(0, dtype=torch.float8_e4m3fn), like.new_empty(0, dtype=torch.float32)
-    dtype = torch_dtype(spec.fmt.element)
-    codes = like.new_empty((count, width) if dim == 1 else (width, count), dtype=dtype)
-    blocks = [(n + 127) // 128 for n in shape]
-    sizes: dict[str | None, tuple[Any, ...]] = {
-        "tensor": (),
-        "row": (count if dim == 1 else width,),
-        "1x128": (blocks[1], count) if dim == 1 else (blocks[0], width),
-        "128x128": (blocks[0], blocks[1]),
-    }
-    scale = like.new_empty(sizes[spec.granularity] if scaled else 0, dtype=torch.float32)
-    return codes, scale
-
-
-def granularity_code(spec: Spec | None) -> int:
-    """The number by which kernels know a granularity; 0 for none."""
-    return 0 if spec is None else _GRANULARITIES[spec.granularity or ""]
-
-
-def overflow(spec: Spec) -> float:
-    """Magnitude of a scaled value past which it saturates."""
-    return overflow_threshold(spec.fmt.element)

@@ -212,7 +212,7 @@ def _casts(graph: fx.Graph) -> Iterator[fx.Node]:
 
 @cache
 def _cast_operators() -> frozenset[Any]:
-    from . import casting  # noqa: F401 - registers the operators
+    from . import cast_operators  # noqa: F401 - registers the operators
 
     return frozenset({torch.ops.narrowgate.cast_fp8.default, torch.ops.narrowgate.cast_fp8_delayed.default})
 

@@ -1,9 +1,10 @@
 """FP8 casts of a matrix along one or both contraction axes, in one pass over memory where the scales allow it.
 
-Two kernels. ``_amax`` reads the values once and leaves partial maxima: of the whole, by row, or by column. ``_cast``
-reads them once, turns partial maxima (or a history, or its own tile's maximum) into scales, and writes codes
-row-major (operand of a contraction over columns), transposed (of a contraction over rows, which Hopper's matrix units
-want contiguous), or both. "Values" are what a :mod:`program <narrowgate.precision.kernels.program>` computes.
+``amax_kernel`` reads the values once and leaves partial maxima: of the whole, by row, or by column; ``scale_kernel``
+turns those of rows and columns into scales. ``cast_kernel`` reads the values once more, takes its scale from there,
+from a history, or from its own tile's maximum, and writes codes row-major (operand of a contraction over columns),
+transposed (of a contraction over rows, which Hopper's matrix units want contiguous), or both. "Values" are what a
+:mod:`program <narrowgate.precision.kernels.program>` computes.
 
 Passes over the values: one for ``128``-blocks, whose maximum fits a tile, and for delayed scales; two for dynamic
 ``tensor`` and ``row`` scales.
@@ -98,147 +99,147 @@ def _over_all(partials, count, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _over_parts(partials, count, stride, at, inside):
-    """Maxima over ``count`` rows, ``stride`` apart, of partial maxima at the positions ``at``."""
-    largest = tl.load(partials + at, mask=inside, other=0)
-    for part in range(1, count):
-        largest = tl.maximum(largest, tl.load(partials + part * stride + at, mask=inside, other=0))
-    return largest
+def scale_kernel(
+    partials, scale, limit, parts, size,
+    MAX: tl.constexpr, POW2: tl.constexpr, CLIP: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Scales [size] from partial maxima [parts, size]."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    largest = tl.zeros([BLOCK], tl.int32)
+    for first in range(0, parts, PARTS):
+        part = first + tl.arange(0, PARTS)
+        inside = (part < parts)[:, None] & (at < size)[None, :]
+        found = tl.load(partials + part.to(tl.int64)[:, None] * size + at[None, :], mask=inside, other=0)
+        largest = tl.maximum(largest, tl.max(found, 0))
+    if CLIP:
+        largest = clip_amax(largest, tl.load(limit))
+    tl.store(scale + at, scale_of(largest, MAX, POW2), mask=at < size)
 
 
 @triton.jit
 def cast_kernel(
     leaves, strides, M, N,
-    r_codes, r_scale, r_amax, r_parts, r_limit, r_key, r_bits,
-    c_codes, c_scale, c_amax, c_parts, c_limit, c_key, c_bits,
-    history, history_length, pending, saturated, workspace,
+    r_codes, r_scale, r_limit, r_key, r_bits,
+    c_codes, c_scale, c_limit, c_key, c_bits,
+    amax, parts, history, history_length, pending, saturated, workspace,
     TILE: tl.constexpr, PIECES: tl.constexpr,
     R: tl.constexpr, R_SR: tl.constexpr, R_MAX: tl.constexpr, R_MANTISSA: tl.constexpr, R_BIAS: tl.constexpr,
     R_POW2: tl.constexpr, R_CLIP: tl.constexpr,
     C: tl.constexpr, C_SR: tl.constexpr, C_MAX: tl.constexpr, C_MANTISSA: tl.constexpr, C_BIAS: tl.constexpr,
     C_POW2: tl.constexpr, C_CLIP: tl.constexpr,
     SAME: tl.constexpr, HISTORY: tl.constexpr, RECORD: tl.constexpr, OVERFLOW: tl.constexpr,
-    STEPWISE: tl.constexpr, ALIGNED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    STEPWISE: tl.constexpr, ALIGNED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, LOOP: tl.constexpr,
 ):  # fmt: skip
     """Quantize [M, N * PIECES] values: the operand contracted over columns (``r_``), over rows (``c_``), or both.
 
-    With SAME the second is the first, transposed. With HISTORY there is one set of codes, R's if present, whose scale
-    comes from the history; the last program to finish makes the scale NaN where a value was not finite, and, with
-    RECORD, enters the amax into ``pending``.
+    Scales of rows are ready (see ``scale_kernel``), a tensor's is the largest of ``parts`` partial maxima ``amax``,
+    a block's is found here. With SAME the second operand is the first, transposed. With HISTORY there is one set of
+    codes, whose scale comes from the history; the last program to finish makes the scale NaN where a value was not
+    finite and, with RECORD, enters the amax into ``pending``.
     """
     pid_m, pid_n = tl.program_id(0), tl.program_id(1)
-    m = pid_m.to(tl.int64) * BM + tl.arange(0, BM)
     n = pid_n * BN + tl.arange(0, BN)
-    inside_m, inside_n = m < M, n < N
-    inside = inside_m[:, None] & inside_n[None, :]
+    inside_n = n < N
     width = N * PIECES
-    values = TILE(leaves, strides, m, n, inside_m, inside_n, ALIGNED)
     own = tl.zeros([BM], tl.int32)
     overflowed = tl.zeros([BM], tl.int32)
+    first_program = (pid_m == 0) & (pid_n == 0)
 
-    tensor_scale = 1.0
-    if R == TENSOR:
-        tensor_scale = _tensor_scale(r_amax, r_parts, r_limit, history, history_length, R_MAX, R_POW2, R_CLIP, HISTORY)
-        if not HISTORY:
-            tl.store(r_scale, tensor_scale, mask=(pid_m == 0) & (pid_n == 0))
-    column_tensor_scale = tensor_scale
-    if C == TENSOR and not SAME:
-        column_tensor_scale = _tensor_scale(
-            c_amax, c_parts, c_limit, history, history_length, C_MAX, C_POW2, C_CLIP, HISTORY
-        )
-        if not HISTORY:
-            tl.store(c_scale, column_tensor_scale, mask=(pid_m == 0) & (pid_n == 0))
+    r_tensor, c_tensor = 1.0, 1.0
+    if R == TENSOR or C == TENSOR:
+        known = 0.0
+        if HISTORY:
+            known = _largest(history, history_length, HISTORY)
+        bits = known.to(tl.int32, bitcast=True) if known > 0 else _over_all(amax, parts, 1024)
+        if R == TENSOR:
+            r_tensor = _tensor_scale(bits, known, r_limit, R_MAX, R_POW2, R_CLIP)
+            if not HISTORY:
+                tl.store(r_scale, r_tensor, mask=first_program)
+        if C == TENSOR:
+            c_tensor = _tensor_scale(bits, known, c_limit, C_MAX, C_POW2, C_CLIP)
+            if not HISTORY:
+                tl.store(c_scale, c_tensor, mask=first_program)
 
-    for p in tl.static_range(PIECES):
-        v = tl.where(inside, values[p], 0.0)
-        column = p * N + n
-        if R != ABSENT:
-            x = clip_to(v, tl.load(r_limit)) if R_CLIP else v
-            if R == TENSOR:
-                scale = tl.full([BM, 1], tensor_scale, tl.float32)
-            elif R == ROW:
-                bits = _over_parts(r_amax, r_parts, M, m, inside_m)
-                if R_CLIP:
-                    bits = clip_amax(bits, tl.load(r_limit))
-                rows = scale_of(bits, R_MAX, R_POW2)
-                if p == 0:
-                    tl.store(r_scale + m, rows, mask=inside_m & (pid_n == 0))
-                scale = rows[:, None]
-            elif R == BLOCK:
-                rows = scale_of(tl.max(magnitude_bits(x), 1), R_MAX, R_POW2)
-                # [blocks, M]: how the matrix units read it.
-                tl.store(r_scale + ((p * N + pid_n * BN) // 128).to(tl.int64) * M + m, rows, mask=inside_m)
-                scale = rows[:, None]
-            else:
-                block = scale_of(tl.max(magnitude_bits(x)), R_MAX, R_POW2)
-                tl.store(r_scale + pid_m * tl.cdiv(width, 128) + (p * N + pid_n * BN) // 128, block)
-                scale = tl.full([BM, 1], block, tl.float32)
-            x = x * multiplier_of(scale)
-            random = _random(r_key, r_bits, m, p * N + pid_n * BN, column, width, inside, R_SR, BM, BN)
-            codes = encode(x, random, R_MAX, R_MANTISSA, R_BIAS, R_SR, STEPWISE, r_codes.dtype.element_ty)
-            tl.store(r_codes + m[:, None] * width + column[None, :], codes, mask=inside)
-            if SAME:
-                at = column.to(tl.int64)[:, None] * M + m[None, :]
-                tl.store(c_codes + at, tl.trans(codes), mask=inside_n[:, None] & inside_m[None, :])
-            if HISTORY:
-                own, overflowed = _observe(v, x, own, overflowed, r_limit, OVERFLOW, R_CLIP)
-        if C != ABSENT and not SAME:
-            x = clip_to(v, tl.load(c_limit)) if C_CLIP else v
-            if C == TENSOR:
-                scale = tl.full([1, BN], column_tensor_scale, tl.float32)
-            elif C == ROW:
-                bits = _over_parts(c_amax, c_parts, width, column, inside_n)
-                if C_CLIP:
-                    bits = clip_amax(bits, tl.load(c_limit))
-                columns = scale_of(bits, C_MAX, C_POW2)
-                tl.store(c_scale + column, columns, mask=inside_n & (pid_m == 0))
-                scale = columns[None, :]
-            elif C == BLOCK:
-                columns = scale_of(tl.max(magnitude_bits(x), 0), C_MAX, C_POW2)
-                tl.store(c_scale + pid_m.to(tl.int64) * width + column, columns, mask=inside_n)
-                scale = columns[None, :]
-            else:
-                block = scale_of(tl.max(magnitude_bits(x)), C_MAX, C_POW2)
-                tl.store(c_scale + pid_m * tl.cdiv(width, 128) + (p * N + pid_n * BN) // 128, block)
-                scale = tl.full([1, BN], block, tl.float32)
-            x = x * multiplier_of(scale)
-            random = _random(c_key, c_bits, m, p * N + pid_n * BN, column, width, inside, C_SR, BM, BN)
-            codes = encode(x, random, C_MAX, C_MANTISSA, C_BIAS, C_SR, STEPWISE, c_codes.dtype.element_ty)
+    for i in range(LOOP):
+        tile_m = pid_m * LOOP + i
+        m = tile_m.to(tl.int64) * BM + tl.arange(0, BM)
+        inside_m = m < M
+        inside = inside_m[:, None] & inside_n[None, :]
+        values = TILE(leaves, strides, m, n, inside_m, inside_n, ALIGNED)
+        for p in tl.static_range(PIECES):
+            v = tl.where(inside, values[p], 0.0)
+            first = p * N + pid_n * BN
+            column = p * N + n
             at = column.to(tl.int64)[:, None] * M + m[None, :]
-            tl.store(c_codes + at, tl.trans(codes), mask=inside_n[:, None] & inside_m[None, :])
-            if HISTORY:
-                own, overflowed = _observe(v, x, own, overflowed, c_limit, OVERFLOW, C_CLIP)
+            if R != ABSENT:
+                x = clip_to(v, tl.load(r_limit)) if R_CLIP else v
+                if R == TENSOR:
+                    multiplier = tl.full([BM, 1], multiplier_of(r_tensor), tl.float32)
+                elif R == ROW:
+                    multiplier = multiplier_of(tl.load(r_scale + m, mask=inside_m, other=1.0))[:, None]
+                elif R == BLOCK:
+                    rows = scale_of(tl.max(magnitude_bits(x), 1), R_MAX, R_POW2)
+                    # [blocks, M]: how the matrix units read it.
+                    tl.store(r_scale + (first // 128).to(tl.int64) * M + m, rows, mask=inside_m)
+                    multiplier = multiplier_of(rows)[:, None]
+                else:
+                    block = scale_of(tl.max(magnitude_bits(x)), R_MAX, R_POW2)
+                    tl.store(r_scale + tile_m * tl.cdiv(width, 128) + first // 128, block, mask=tile_m * BM < M)
+                    multiplier = tl.full([BM, 1], multiplier_of(block), tl.float32)
+                scaled = x * multiplier
+                random = _random(r_key, r_bits, m, first, column, width, inside, R_SR, BM, BN)
+                codes = encode(scaled, random, R_MAX, R_MANTISSA, R_BIAS, R_SR, STEPWISE, r_codes.dtype.element_ty)
+                tl.store(r_codes + m[:, None] * width + column[None, :], codes, mask=inside)
+                if SAME:
+                    tl.store(c_codes + at, tl.trans(codes), mask=inside_n[:, None] & inside_m[None, :])
+                if HISTORY:
+                    own, overflowed = _observe(v, scaled, own, overflowed, r_limit, OVERFLOW, RECORD, R_CLIP)
+            if C != ABSENT:
+                x = clip_to(v, tl.load(c_limit)) if C_CLIP else v
+                if C == TENSOR:
+                    multiplier = tl.full([1, BN], multiplier_of(c_tensor), tl.float32)
+                elif C == ROW:
+                    multiplier = multiplier_of(tl.load(c_scale + column, mask=inside_n, other=1.0))[None, :]
+                elif C == BLOCK:
+                    columns = scale_of(tl.max(magnitude_bits(x), 0), C_MAX, C_POW2)
+                    tl.store(c_scale + tile_m.to(tl.int64) * width + column, columns, mask=inside_n & (tile_m * BM < M))
+                    multiplier = multiplier_of(columns)[None, :]
+                else:
+                    block = scale_of(tl.max(magnitude_bits(x)), C_MAX, C_POW2)
+                    tl.store(c_scale + tile_m * tl.cdiv(width, 128) + first // 128, block, mask=tile_m * BM < M)
+                    multiplier = tl.full([1, BN], multiplier_of(block), tl.float32)
+                scaled = x * multiplier
+                random = _random(c_key, c_bits, m, first, column, width, inside, C_SR, BM, BN)
+                codes = encode(scaled, random, C_MAX, C_MANTISSA, C_BIAS, C_SR, STEPWISE, c_codes.dtype.element_ty)
+                tl.store(c_codes + at, tl.trans(codes), mask=inside_n[:, None] & inside_m[None, :])
+                if HISTORY:
+                    own, overflowed = _observe(v, scaled, own, overflowed, c_limit, OVERFLOW, RECORD, C_CLIP)
 
     if HISTORY:
         if RECORD:
             count = tl.sum(overflowed, 0)
             if count > 0:
-                tl.atomic_add(saturated, count.to(tl.int64))
-        tl.atomic_max(workspace, tl.max(own, 0))
+                tl.atomic_add(saturated, count.to(tl.int64), sem="relaxed")
+        tl.atomic_max(workspace, tl.max(own, 0), sem="relaxed")
         if tl.atomic_add(workspace + 1, 1) == tl.num_programs(0) * tl.num_programs(1) - 1:
-            amax = tl.atomic_max(workspace, 0)
-            finite = amax < 0x7F800000
-            tl.store(r_scale, tl.where(finite, column_tensor_scale, float("nan")))
+            largest = tl.atomic_max(workspace, 0)
+            finite = largest < 0x7F800000
+            tl.store(r_scale, tl.where(finite, r_tensor if R == TENSOR else c_tensor, float("nan")))
             if RECORD:
-                known = tl.where(finite, amax.to(tl.float32, bitcast=True), -1.0)
-                tl.store(pending, tl.maximum(tl.load(pending), known))
+                tl.store(
+                    pending,
+                    tl.maximum(tl.load(pending), tl.where(finite, largest.to(tl.float32, bitcast=True), -1.0)),
+                )
             # Left as it was found, for the next launch.
             tl.atomic_xchg(workspace, 0)
             tl.atomic_xchg(workspace + 1, 0)
 
 
 @triton.jit
-def _tensor_scale(amax, parts, limit, history, history_length, LARGEST: tl.constexpr, POW2: tl.constexpr,
-                  CLIP: tl.constexpr, HISTORY: tl.constexpr):  # fmt: skip
-    known = 0.0
-    if HISTORY:
-        known = _largest(history, history_length, HISTORY)
-    if known > 0:
-        bits = known.to(tl.int32, bitcast=True)
-    else:
-        bits = _over_all(amax, parts, 1024)
-        if CLIP:
-            bits = clip_amax(bits, tl.load(limit))
+def _tensor_scale(bits, known, limit, LARGEST: tl.constexpr, POW2: tl.constexpr, CLIP: tl.constexpr):
+    if CLIP:
+        # What a history holds was clipped when it was recorded.
+        bits = tl.where(known > 0, bits, clip_amax(bits, tl.load(limit)))
     return scale_of(bits, LARGEST, POW2)
 
 
@@ -253,9 +254,11 @@ def _random(key, bits, m, first, column, width, inside, MODE: tl.constexpr, BM: 
 
 
 @triton.jit
-def _observe(v, scaled, own, overflowed, limit, OVERFLOW: tl.constexpr, CLIP: tl.constexpr):
+def _observe(v, scaled, own, overflowed, limit, OVERFLOW: tl.constexpr, RECORD: tl.constexpr, CLIP: tl.constexpr):
     bits = tl.max(magnitude_bits(v), 1)
     if CLIP:
         bits = clip_amax(bits, tl.load(limit))
-    past = (tl.abs(scaled) > OVERFLOW) & (tl.abs(scaled) < float("inf"))
-    return tl.maximum(own, bits), overflowed + tl.sum(past.to(tl.int32), 1)
+    if RECORD:
+        past = (tl.abs(scaled) > OVERFLOW) & (tl.abs(scaled) < float("inf"))
+        overflowed += tl.sum(past.to(tl.int32), 1)
+    return tl.maximum(own, bits), overflowed

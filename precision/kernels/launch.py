@@ -1,4 +1,9 @@
-"""Launching the cast kernels: tensors in, tensors out, and the tile sizes for a shape."""
+"""Launching the cast kernels: tensors in, tensors out, and the tile sizes for a shape.
+
+Deciding what to launch costs Python ten times what a small kernel costs the device, so it is done once for each
+combination of program, formats, shapes and layouts and kept (:class:`_Cast`). What is left for each call is to
+allocate the results and to pass pointers to kernels that are compiled already.
+"""
 
 # Triton comes with CUDA builds of PyTorch only, and its decorator hides that a kernel takes a grid.
 # pyright: reportMissingImports=false, reportIndexIssue=false
@@ -13,224 +18,295 @@ import torch
 import triton
 from torch import Tensor
 
-from ..casting import empty_operand, granularity_code, matrix, overflow
+from ..cast_operators import granularity_code, matrix, operand_sizes, overflow
+from ..rounding import torch_dtype
 from ..spec import Spec
 from ..stochastic import random_bits
-from .cast import amax_kernel, cast_kernel
+from .cast import amax_kernel, cast_kernel, scale_kernel
 from .program import Program, tile_function
 
 #: Triton's interpreter converts to FP8 by truncation: there every rounding is done by steps.
 _INTERPRETED = triton.knobs.runtime.interpret
-_NO_SR, _PHILOX, _GIVEN = 0, 1, 2
-#: Rows and columns of a tile, tiles a program (amax only), and warps.
-AMAX_TILE = (32, 128, 8, 4)
-CAST_TILE = (64, 128, 4)
+_NEAREST, _PHILOX, _GIVEN = 0, 1, 2
+#: Rows and columns of a tile, tiles a program, and warps.
+AMAX_TILE = (32, 256, 8, 8)
+CAST_TILE = (64, 128, 1, 4)
+#: With a history each program ends in a fence, so there are fewer of them.
+HISTORY_TILE = (64, 128, 4, 4)
 #: Blocks of 128 need tiles of 128.
-BLOCK_TILE = (128, 128, 8)
-
-
-@dataclass(frozen=True, eq=False)
-class Operand:
-    """What one operand is cast to, and with what."""
-
-    spec: Spec
-    key: Tensor | None = None
-    bits: Tensor | None = None
-    limit: Tensor | None = None
+BLOCK_TILE = (128, 128, 1, 8)
+_CACHED = 4096
 
 
 @dataclass(frozen=True)
-class _Values:
-    """The inputs of a program as kernels take them."""
+class Operand:
+    """What one operand is cast to, and which of its optional inputs there are."""
 
-    leaves: tuple[Tensor, ...]
-    strides: tuple[int, ...]
-    aligned: bool
-    rows: int
-    #: Of one result.
-    columns: int
-    program: Program
+    spec: Spec
+    given_bits: bool = False
+    clipped: bool = False
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.rows, self.columns * self.program.pieces
+
+class _Launch:
+    """One kernel with everything decided but its pointers; compiled at the first call."""
+
+    def __init__(self, kernel: Any, grid: tuple[int, int], warps: int, constants: dict[str, Any]) -> None:
+        self.kernel, self.grid, self.warps, self.constants = kernel, (*grid, 1), warps, constants
+        self.compiled: Any = None
+        names = kernel.arg_names
+        self.tail = tuple(constants[name] for name in names[len(names) - len(constants) :])
+
+    def __call__(self, aligned: bool, *arguments: Any) -> None:
+        """Launch; ``aligned`` says that every pointer is a multiple of 16, which compiled code may rely on."""
+        if aligned and self.compiled is not None:
+            self.compiled[self.grid](*arguments, *self.tail)
+            return
+        compiled = self.kernel[self.grid](*arguments, **self.constants, num_warps=self.warps)
+        if aligned and not _INTERPRETED:
+            self.compiled = compiled
+
+
+class _Cast:
+    """All launches of one cast: of a program over leaves of one layout to one or two operands."""
+
+    def __init__(
+        self,
+        program: Program,
+        leaves: Sequence[Tensor],
+        rows: Operand | None,
+        columns: Operand | None,
+        same: bool,
+        history: int | None,
+        recording: bool,
+    ) -> None:
+        self.program, self.rows, self.columns, self.same = program, rows, columns, same
+        self.count, self.width = matrix(leaves, program)
+        self.shape = (self.count, self.width * program.pieces)
+        self.layout = [_flatten(leaf, kind, leaves) for leaf, kind in zip(leaves, program.leaves, strict=True)]
+        flat = [apply(leaf) for leaf, (apply, _) in zip(leaves, self.layout, strict=True)]
+        self.strides = tuple(stride for _, stride in self.layout)
+        self.as_they_are = all(a is b for a, b in zip(flat, leaves, strict=True))
+        self.row_aligned = all(s % 8 == 0 for s, kind in zip(self.strides, program.leaves, strict=True) if kind == "mn")
+        second = rows if same else columns
+        self.codes = _sizes(rows, self.shape, 1)
+        self.turned = _sizes(second, self.shape, 0)
+        self.empty = self.shape[0] * self.shape[1] == 0
+        if not self.empty:
+            self._decide(history, recording)
+
+    def _decide(self, history: int | None, recording: bool) -> None:
+        operands = (self.rows, self.columns)
+        specs = [operand.spec for operand in operands if operand is not None]
+        granularities = [operand and operand.spec.granularity for operand in operands]
+        common = {"TILE": tile_function(str(self.program)), "PIECES": self.program.pieces}
+        padded = 0 if history is None else triton.next_power_of_2(history)
+        self.history_length = history or 0
+
+        bm, bn, loop, warps = AMAX_TILE
+        grid = (triton.cdiv(self.count, bm * loop), triton.cdiv(self.width, bn))
+        by_tensor, by_row, by_column = "tensor" in granularities, granularities[0] == "row", granularities[1] == "row"
+        #: Partial maxima lie one after the other in one buffer: of the tensor, by row, by column.
+        self.parts = (grid[0] * grid[1], grid[1] * self.program.pieces, grid[0])
+        sizes = (
+            self.parts[0] if by_tensor else 0,
+            self.parts[1] * self.count if by_row else 0,
+            self.parts[2] * self.shape[1] if by_column else 0,
+        )
+        # Each begins on a multiple of 16 bytes, as compiled kernels rely on.
+        self.partial_sizes = tuple((size + 3) // 4 * 4 for size in sizes)
+        self.amax = None
+        if by_tensor or by_row or by_column:
+            constants = {**common, "BY_TENSOR": by_tensor, "BY_ROW": by_row, "BY_COLUMN": by_column,
+                         "HISTORY": padded, "ALIGNED": self.row_aligned, "BM": bm, "BN": bn, "LOOP": loop}  # fmt: skip
+            self.amax = _Launch(amax_kernel, grid, warps, constants)
+        self.row_scales = [
+            None if not wanted else _scale_launch(operand, size, part)
+            for wanted, operand, size, part in zip(
+                (by_row, by_column), operands, self.shape, self.parts[1:], strict=True
+            )
+        ]
+
+        blocked = any(spec.block is not None for spec in specs)
+        if self.program.pieces > 1 and blocked:
+            assert self.width % 128 == 0, "blocks do not reach over two results"
+        bm, bn, loop, warps = BLOCK_TILE if blocked else CAST_TILE if history is None else HISTORY_TILE
+        self.modes = [self._random_mode(operand) for operand in operands]
+        constants = dict(common)
+        for prefix, operand, mode in zip("RC", operands, self.modes, strict=True):
+            spec = None if operand is None else operand.spec
+            element = (spec or specs[0]).fmt.element
+            constants |= {
+                prefix: granularity_code(spec),
+                f"{prefix}_SR": mode,
+                f"{prefix}_MAX": element.max,
+                f"{prefix}_MANTISSA": element.mantissa_bits,
+                f"{prefix}_BIAS": element.bias,
+                f"{prefix}_POW2": bool(spec and spec.pow2),
+                f"{prefix}_CLIP": operand is not None and operand.clipped,
+            }
+        constants |= {"SAME": self.same, "HISTORY": padded, "RECORD": recording, "OVERFLOW": overflow(specs[0]),
+                      "STEPWISE": _INTERPRETED, "ALIGNED": self.row_aligned, "BM": bm, "BN": bn,
+                      "LOOP": loop}  # fmt: skip
+        grid = (triton.cdiv(self.count, bm * loop), triton.cdiv(self.width, bn))
+        self.cast = _Launch(cast_kernel, grid, warps, constants)
+
+    def _random_mode(self, operand: Operand | None) -> int:
+        if operand is None or not operand.spec.sr:
+            return _NEAREST
+        # A tile draws eight neighbours with one counter, which needs them in one row.
+        return _GIVEN if operand.given_bits or self.width % 8 else _PHILOX
+
+    def run(
+        self,
+        leaves: Sequence[Tensor],
+        limits: Sequence[Tensor | None],
+        keys: Sequence[Tensor | None],
+        bits: Sequence[Tensor | None],
+        state: Sequence[Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Launch; return codes and scales of both operands (empty tensors for what there is not)."""
+        like = leaves[0]
+        codes, scale = _allocate(like, self.codes)
+        turned, second_scale = _allocate(like, self.turned)
+        if self.same:
+            second_scale = scale.new_empty(0)
+        if self.empty:
+            # Nothing to find a maximum of: the scales of empty groups are 1.
+            return codes, scale.fill_(1.0), turned, second_scale.fill_(1.0)
+        flat = tuple(leaves) if self.as_they_are else tuple(
+            apply(leaf) for leaf, (apply, _) in zip(leaves, self.layout, strict=True)
+        )  # fmt: skip
+        bits = [
+            random_bits(key, self.shape, key.device) if mode == _GIVEN and given is None and key is not None else given
+            for mode, key, given in zip(self.modes, keys, bits, strict=True)
+        ]
+        inputs = (*flat, *(t for t in (*limits, *keys, *bits) if t is not None), *(state or ()))
+        aligned = all(t.data_ptr() % 16 == 0 for t in inputs)
+        history, pending, saturated, workspace = state or (like, like, like, like)
+        if state is not None:
+            # One scale, wherever the codes go.
+            scale = second_scale = scale if self.rows is not None else second_scale
+        tensor_amax = like
+        if self.amax is not None:
+            buffer = torch.empty(sum(self.partial_sizes), dtype=torch.int32, device=like.device)
+            tensor_amax, row_amax, column_amax = buffer.split(self.partial_sizes)
+            self.amax(
+                aligned, flat, self.strides, self.count, self.width, tensor_amax, row_amax, column_amax, history,
+                self.history_length,
+            )  # fmt: skip
+            for launch, partials, target, limit in zip(
+                self.row_scales, (row_amax, column_amax), (scale, second_scale), limits, strict=True
+            ):
+                if launch is not None:
+                    launch(aligned, partials, target, _or(limit, like))
+        self.cast(
+            aligned, flat, self.strides, self.count, self.width,
+            _or_empty(codes, like), _or_empty(scale, like), *(_or(t[0], like) for t in (limits, keys, bits)),
+            _or_empty(turned, like), _or_empty(second_scale, like), *(_or(t[1], like) for t in (limits, keys, bits)),
+            tensor_amax, self.parts[0], history, self.history_length, pending, saturated, workspace,
+        )  # fmt: skip
+        return codes, scale, turned, second_scale
+
+
+_casts: dict[Any, _Cast] = {}
 
 
 def launch_cast(
-    leaves: Sequence[Tensor], program: Program, rows: Operand | None, columns: Operand | None, *, same: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See ``narrowgate::cast_fp8``."""
-    values = _values(leaves, program)
-    like, shape = values.leaves[0], values.shape
-    codes, scale = empty_operand(like, rows and rows.spec, shape, 1)
-    second = rows if same else columns
-    turned, second_scale = empty_operand(like, second and second.spec, shape, 0, scaled=not same)
-    if like.numel() == 0 or shape[0] * shape[1] == 0:
-        # Nothing to find a maximum of: the scales of empty groups are 1.
-        return codes, scale.fill_(1.0), turned, second_scale.fill_(1.0)
-    tensor_amax, row_amax, column_amax = _partial_amaxes(values, rows, columns)
-    r_amax = row_amax if rows is not None and rows.spec.granularity == "row" else tensor_amax
-    c_amax = column_amax if columns is not None and columns.spec.granularity == "row" else tensor_amax
-    _cast(
-        values,
-        (rows, codes, scale, r_amax),
-        (columns, turned, second_scale, c_amax),
-        same=same,
-    )
-    return codes, scale, turned, second_scale
-
-
-def launch_delayed_cast(
     leaves: Sequence[Tensor],
-    program: Program,
-    operand: Operand,
-    rows: bool,
-    columns: bool,
-    state: tuple[Tensor, Tensor, Tensor, Tensor],
-    recording: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """See ``narrowgate::cast_fp8_delayed``."""
-    values = _values(leaves, program)
-    like, shape = values.leaves[0], values.shape
-    codes, scale = empty_operand(like, operand.spec if rows else None, shape, 1)
-    turned, _ = empty_operand(like, operand.spec if columns else None, shape, 0, scaled=False)
-    scale = scale if rows else like.new_empty((), dtype=torch.float32)
-    if shape[0] * shape[1] == 0:
-        return codes, turned, scale.fill_(1.0)
-    amax, _, _ = _partial_amaxes(values, operand, None, history=state[0])
-    _cast(
-        values,
-        (operand if rows else None, codes, scale, amax),
-        (operand if columns and not rows else None, turned, scale, amax),
-        same=rows and columns,
-        state=state,
-        recording=recording,
-    )
-    return codes, turned, scale
-
-
-def _values(leaves: Sequence[Tensor], program: Program) -> _Values:
-    rows, columns = matrix(leaves, program)
-    shape = torch.broadcast_shapes(*(leaf.shape for leaf in leaves))
-    flat, strides = [], []
-    aligned = True
-    for leaf, kind in zip(leaves, program.leaves, strict=True):
-        if kind == "mn":
-            leaf = leaf.expand(shape).reshape(rows, columns)
-            if leaf.stride(1) != 1 and columns > 1:
-                leaf = leaf.contiguous()
-            stride = leaf.stride(0) if rows > 1 else columns
-            aligned = aligned and stride % 8 == 0
-        elif kind == "m":
-            leaf = leaf.expand(*shape[:-1], 1).reshape(rows)
-            stride = leaf.stride(0)
-        else:
-            leaf, stride = leaf.reshape(-1).contiguous(), 0
-        flat.append(leaf)
-        strides.append(stride)
-    return _Values(tuple(flat), tuple(strides), aligned, rows, columns, program)
-
-
-def _partial_amaxes(
-    values: _Values, rows: Operand | None, columns: Operand | None, history: Tensor | None = None
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Partial maxima of the values, int32: of all [P], by row [T, M], by column [S, N]; None where no scale asks."""
-    granularities = [operand and operand.spec.granularity for operand in (rows, columns)]
-    by_tensor, by_row, by_column = "tensor" in granularities, granularities[0] == "row", granularities[1] == "row"
-    if not (by_tensor or by_row or by_column):
-        return None, None, None
-    like = values.leaves[0]
-    bm, bn, loop, warps = AMAX_TILE
-    grid = (triton.cdiv(values.rows, bm * loop), triton.cdiv(values.columns, bn))
-    pieces = values.program.pieces
-
-    def room(wanted: bool, *size: int) -> Tensor | None:
-        return like.new_empty(size, dtype=torch.int32) if wanted else None
-
-    found = (
-        room(by_tensor, grid[0] * grid[1]),
-        room(by_row, grid[1] * pieces, values.rows),
-        room(by_column, grid[0], values.shape[1]),
-    )
-    amax_kernel[grid](
-        values.leaves, values.strides, values.rows, values.columns, *(_or(t, like) for t in found),
-        _or(history, like), 0 if history is None else history.numel(),
-        TILE=tile_function(str(values.program)), PIECES=pieces, BY_TENSOR=by_tensor, BY_ROW=by_row,
-        BY_COLUMN=by_column, HISTORY=_padded(history), ALIGNED=values.aligned, BM=bm, BN=bn, LOOP=loop,
-        num_warps=warps,
-    )  # fmt: skip
-    return found
-
-
-def _cast(
-    values: _Values,
-    first: tuple[Operand | None, Tensor, Tensor, Tensor | None],
-    second: tuple[Operand | None, Tensor, Tensor, Tensor | None],
+    program: str,
+    rows: Operand | None,
+    columns: Operand | None,
     *,
     same: bool,
-    state: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
+    limits: Sequence[Tensor | None],
+    keys: Sequence[Tensor | None],
+    bits: Sequence[Tensor | None],
+    state: Sequence[Tensor] | None = None,
     recording: bool = False,
-) -> None:
-    like = values.leaves[0]
-    specs = [operand.spec for operand, *_ in (first, second) if operand is not None]
-    blocked = any(spec.block is not None for spec in specs)
-    bm, bn, warps = BLOCK_TILE if blocked else CAST_TILE
-    if values.program.pieces > 1 and blocked:
-        assert values.columns % 128 == 0, "blocks do not reach over two results"
-    grid = (triton.cdiv(values.rows, bm), triton.cdiv(values.columns, bn))
-    history = None if state is None else state[0]
-    arguments: dict[str, Any] = {}
-    pointers: list[Any] = []
-    for prefix, (operand, codes, scale, amax) in (("R", first), ("C", second)):
-        spec = None if operand is None else operand.spec
-        element = (spec or specs[0]).fmt.element
-        mode, key, bits = _random(operand, values)
-        pointers += [
-            _or(codes if codes.numel() else None, like), _or(scale if scale.numel() else None, like), _or(amax, like),
-            _parts(amax, spec), _or(operand and operand.limit, like), _or(key, like), _or(bits, like),
-        ]  # fmt: skip
-        arguments |= {
-            prefix: granularity_code(spec),
-            f"{prefix}_SR": mode,
-            f"{prefix}_MAX": element.max,
-            f"{prefix}_MANTISSA": element.mantissa_bits,
-            f"{prefix}_BIAS": element.bias,
-            f"{prefix}_POW2": bool(spec and spec.pow2),
-            f"{prefix}_CLIP": operand is not None and operand.limit is not None,
-        }
-    pending, saturated, workspace = (like, like, like) if state is None else state[1:]
-    cast_kernel[grid](
-        values.leaves, values.strides, values.rows, values.columns, *pointers,
-        _or(history, like), 0 if history is None else history.numel(), pending, saturated, workspace,
-        TILE=tile_function(str(values.program)), PIECES=values.program.pieces, **arguments,
-        SAME=same, HISTORY=_padded(history), RECORD=recording, OVERFLOW=overflow(specs[0]),
-        STEPWISE=_INTERPRETED, ALIGNED=values.aligned, BM=bm, BN=bn, num_warps=warps,
-    )  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Cast as the operators of :mod:`narrowgate.precision.casting` say.
+
+    Args:
+        leaves: the program's inputs.
+        program: its text.
+        rows: operand contracted over columns.
+        columns: operand contracted over rows; None where it is absent or ``same``.
+        same: the second operand is the first, transposed.
+        limits: clip limits of the two, FP32 [].
+        keys: keys of their random bits, int64 [].
+        bits: their random bits, int16 [M, N].
+        state: with ``delayed(n)``: history, pending, saturated and workspace of an amax history.
+        recording: whether the amax enters the history.
+    """
+    layouts = tuple((leaf.shape, leaf.stride(), leaf.dtype, leaf.device) for leaf in leaves)
+    length = None if state is None else state[0].numel()
+    key = (program, layouts, rows, columns, same, length, recording)
+    found = _casts.get(key)
+    if found is None:
+        if len(_casts) >= _CACHED:
+            _casts.clear()
+        found = _casts[key] = _Cast(Program.parse(program), leaves, rows, columns, same, length, recording)
+    return found.run(leaves, limits, keys, bits, state)
 
 
-def _random(operand: Operand | None, values: _Values) -> tuple[int, Tensor | None, Tensor | None]:
-    """How a kernel comes by an operand's random bits: (mode, key, bits)."""
-    if operand is None or not operand.spec.sr:
-        return _NO_SR, None, None
-    if operand.bits is not None:
-        return _GIVEN, None, operand.bits
-    assert operand.key is not None, operand.spec
-    # A tile draws eight neighbours with one counter, which needs them in one row.
-    if values.columns % 8 == 0:
-        return _PHILOX, operand.key, None
-    return _GIVEN, None, random_bits(operand.key, values.shape, operand.key.device)
+def _scale_launch(operand: Operand | None, size: int, parts: int) -> Any:
+    assert operand is not None
+    element = operand.spec.fmt.element
+    constants = {"MAX": element.max, "POW2": operand.spec.pow2, "CLIP": operand.clipped, "PARTS": 32, "BLOCK": 128}
+    launch = _Launch(scale_kernel, (triton.cdiv(size, 128), 1), 4, constants)
+
+    def run(aligned: bool, partials: Tensor, target: Tensor, limit: Tensor) -> None:
+        launch(aligned, partials, target, limit, parts, size)
+
+    return run
 
 
-def _parts(amax: Tensor | None, spec: Spec | None) -> int:
-    if amax is None:
-        return 0
-    return amax.shape[0] if spec is not None and spec.granularity == "row" else amax.numel()
+def _flatten(leaf: Tensor, kind: str, leaves: Sequence[Tensor]) -> tuple[Any, int]:
+    """How a leaf becomes what a kernel reads: (a function of it, its row stride in elements)."""
+    shape = torch.broadcast_shapes(*(other.shape for other in leaves))
+    rows = shape[:-1].numel()
+
+    def as_it_is(leaf: Tensor) -> Tensor:
+        return leaf
+
+    if kind == "mn":
+        flat = leaf.expand(shape).reshape(rows, shape[-1])
+        contiguous = flat.stride(1) == 1 or shape[-1] == 1
+        stride = flat.stride(0) if contiguous and rows > 1 else shape[-1]
+        if contiguous and flat.data_ptr() == leaf.data_ptr():
+            return as_it_is, stride
+        return lambda leaf: leaf.expand(shape).reshape(rows, shape[-1]).contiguous(), shape[-1]
+    if kind == "m":
+        flat = leaf.expand(*shape[:-1], 1).reshape(rows)
+        if flat.data_ptr() == leaf.data_ptr():
+            return as_it_is, flat.stride(0)
+        return lambda leaf: leaf.expand(*shape[:-1], 1).reshape(rows).contiguous(), 1
+    if leaf.is_contiguous():
+        return as_it_is, 0
+    return lambda leaf: leaf.contiguous(), 0
 
 
-def _padded(history: Tensor | None) -> int:
-    return 0 if history is None else triton.next_power_of_2(history.numel())
+def _sizes(operand: Operand | None, shape: tuple[int, int], dim: int) -> Any:
+    """(size and dtype of the codes, size of the scales) of an operand, None where there is none."""
+    if operand is None:
+        return None
+    return operand_sizes(operand.spec, shape, dim), torch_dtype(operand.spec.fmt.element)
+
+
+def _allocate(like: Tensor, sizes: Any) -> tuple[Tensor, Tensor]:
+    if sizes is None:
+        return like.new_empty(0, dtype=torch.float8_e4m3fn), like.new_empty(0, dtype=torch.float32)
+    (codes, scale), dtype = sizes
+    return (
+        torch.empty(codes, dtype=dtype, device=like.device),
+        torch.empty(scale, dtype=torch.float32, device=like.device),
+    )
 
 
 def _or(tensor: Tensor | None, like: Tensor) -> Tensor:
     """A pointer for an argument that the kernel does not look at."""
     return like if tensor is None else tensor
+
+
+def _or_empty(tensor: Tensor, like: Tensor) -> Tensor:
+    return tensor if tensor.numel() else like

@@ -38,8 +38,8 @@ def clip_amax(bits, limit):
 @triton.jit
 def scale_of(bits, largest: tl.constexpr, pow2: tl.constexpr):
     """Dequantization scale, FP32, of groups whose amax has the magnitude bits ``bits``."""
-    amax = bits.to(tl.float32, bitcast=True)
-    scale = (amax.to(tl.float64) / largest).to(tl.float32)
+    # Correctly rounded, as the reference's division in FP64 is after rounding to FP32.
+    scale = tl.div_rn(bits.to(tl.float32, bitcast=True), largest)
     scale = tl.maximum(scale, 1.1754943508222875e-38)
     if pow2:
         scale = ((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & -0x800000).to(tl.float32, bitcast=True)
@@ -50,7 +50,7 @@ def scale_of(bits, largest: tl.constexpr, pow2: tl.constexpr):
 @triton.jit
 def multiplier_of(scale):
     """1 / scale, correctly rounded FP32."""
-    return (1.0 / scale.to(tl.float64)).to(tl.float32)
+    return tl.div_rn(1.0, scale)
 
 
 @triton.jit

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from narrowgate.precision import casting, fusion
+from narrowgate.precision import cast_operators, casting, fusion
 from narrowgate.precision.config import GemmConfig, LinearConfig
 from narrowgate.precision.fusion import fuse_casts
 from narrowgate.precision.kernels.program import Program
@@ -231,6 +231,7 @@ def test_a_compiled_block_on_a_gpu_casts_in_its_producers(programs, monkeypatch,
 def _check_block(programs, monkeypatch, text, device, block):
     if device == "cpu":
         monkeypatch.setattr(casting, "kernels_on_cpu", lambda: torch.compiler.is_compiling())
+        monkeypatch.setattr(cast_operators, "kernels_on_cpu", lambda: False)
     block = block.to(device, torch.bfloat16)
     config = _block_config(text)
     if text.endswith("1x128"):
