@@ -38,7 +38,7 @@ def comparison_text(found: Comparison, a: str, b: str) -> str:
         parts.append("\n".join(found.warnings))
     rows = [["gate", "A", "[low estimate high]", "B", "[low estimate high]", "intervals"]]
     for pair in found.gates:
-        name = " ".join(part for part in (pair.name, pair.task, pair.slice) if part)
+        name = " ".join(part for part in (pair.name, pair.task, pair.slice) if part is not None)
         rows.append([name, *_cells(pair.a), *_cells(pair.b), pair.intervals or "-"])
     parts.append(_table(rows))
     parts.append(

@@ -100,9 +100,7 @@ def load_gates(path: Path, device: str) -> tuple[GateSpec, ...]:
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise NarrowgateError(f"{path}: cannot read the gates: {why}") from None
-    if not text.strip():
-        raise NarrowgateError(f"{path}: found an empty file, expected a list of gates")
-    root, faults = parse_document(text, str(path))
+    root, faults = parse_document(text, str(path), "list of gates")
     if faults:
         raise RecipeError(faults)
     try:

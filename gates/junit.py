@@ -17,7 +17,8 @@ def junit_report(report: Report) -> str:
     suite.add_property("verdict", report.verdict)
     suite.add_property("recipe_hash", report.recipe.hash)
     for gate in report.gates:
-        case = _case(report.recipe.name, gate.name if gate.task is None else f"{gate.name}[{gate.task}]")
+        place = "/".join(part for part in (gate.task, gate.slice) if part is not None)
+        case = _case(report.recipe.name, f"{gate.name}[{place}]" if place else gate.name)
         texts = [r.text for r in report.reasons if r.gate == gate.name and r.task == gate.task]
         message = " ".join(texts) or f"{gate.metric} {gate.status}"
         body = (

@@ -39,7 +39,8 @@ _IN_REACH = 4
 
 def quality_charts(report: Report) -> list[Chart]:
     """Return one chart for each task and metric of quality: every seed's difference, the intervals and the margin."""
-    found = (_differences(report, gate) for gate in report.gates if gate.name in ("ne", "auc"))
+    judged = [gate for gate in report.gates if gate.name in ("ne", "auc") and gate.slice is None]
+    found = (_differences(report, gate) for gate in judged)
     return [chart for chart in found if chart is not None]
 
 

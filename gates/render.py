@@ -108,7 +108,7 @@ def gate_row(gate: Gate) -> dict[str, str]:
     at_most = gate.name in ("stability", "memory")
     relation = ("at most" if at_most else "below") if gate.direction == "below" else "at least"
     return {
-        "gate": gate.name if gate.task is None else f"{gate.name} {gate.task}",
+        "gate": " ".join(part for part in (gate.name, gate.task, gate.slice) if part is not None),
         "status": _WORDS[gate.status],
         "metric": gate.metric,
         "interval": interval,

@@ -69,8 +69,13 @@ class Node:
         return self.find(path[:-1])[0].keys.get(str(path[-1])) if path else None
 
 
-def parse_document(text: str, file: str) -> tuple[Node, list[Diagnostic]]:
+def parse_document(text: str, file: str, what: str = "recipe") -> tuple[Node, list[Diagnostic]]:
     """Parse one YAML document.
+
+    Args:
+        text: the document.
+        file: its name in faults.
+        what: what the document is, in faults.
 
     Returns:
         The document, and the faults that reading could go on after (keys that stand twice).
@@ -78,13 +83,13 @@ def parse_document(text: str, file: str) -> tuple[Node, list[Diagnostic]]:
     Raises:
         RecipeError: not one YAML document within the limits; names line and column.
     """
-    builder = _Builder(file)
+    builder = _Builder(file, what)
     return builder.build(text), builder.faults
 
 
 class _Builder:
-    def __init__(self, file: str) -> None:
-        self.file = file
+    def __init__(self, file: str, what: str) -> None:
+        self.file, self.what = file, what
         self.faults: list[Diagnostic] = []
         self.anchors: dict[str, Node] = {}
         self.nodes = 0
@@ -95,7 +100,7 @@ class _Builder:
         for event in self._events(text):
             kind = type(event).__name__
             if kind == "DocumentStartEvent" and root is not None:
-                self._stop(event, "found a second document, expected one recipe a file")
+                self._stop(event, f"found a second document, expected one {self.what} a file")
             if kind in ("MappingStartEvent", "SequenceStartEvent"):
                 if len(stack) >= MAX_DEPTH:
                     self._stop(event, f"nested deeper than {MAX_DEPTH} levels")
@@ -119,7 +124,7 @@ class _Builder:
             else:
                 root = node
         if root is None:
-            raise RecipeError([Diagnostic(file=self.file, message="found an empty file, expected a recipe")])
+            raise RecipeError([Diagnostic(file=self.file, message=f"found an empty file, expected a {self.what}")])
         return root
 
     def _events(self, text: str) -> Iterator[Any]:

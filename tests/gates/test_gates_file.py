@@ -73,7 +73,8 @@ def test_the_schema_knows_what_the_parser_takes(write) -> None:
 @pytest.mark.parametrize(
     ("text", "messages"),
     [
-        ("", ["ci/gates.yaml: found an empty file, expected a list of gates"]),
+        ("# none yet\n", ["ci/gates.yaml: found an empty file, expected a list of gates"]),
+        ("gates: []\n---\ngates: []\n", ["ci/gates.yaml:2:1: found a second document, expected one list of gates a"]),
         ("- bf16\n", ["ci/gates.yaml:1:1: found a list ['bf16'], expected a mapping of fields"]),
         ("gates: [\n", ["ci/gates.yaml:2:1: not YAML"]),
         ("gates: []\n", ["ci/gates.yaml:1:1: gates: found a list [], expected "]),

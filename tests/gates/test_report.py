@@ -141,6 +141,14 @@ def test_junit_has_a_case_for_every_gate(accepted: Report, rejected: Report) -> 
     assert len({(case.classname, case.name) for case in found.values()}) == len(found)
 
 
+def test_gates_of_slices_have_names_of_their_own(accepted: Report) -> None:
+    gates = tuple(g.model_copy(update={"slice": s}) for g in accepted.gates if g.task for s in (None, "new users"))
+    sliced = accepted.model_copy(update={"gates": gates})
+    names = [case.name for suite in JUnitXml.fromstring(junit_report(sliced).encode()) for case in suite]
+    assert names == ["ne[click]", "ne[click/new users]", "auc[click]", "auc[click/new users]"]
+    assert "| ne click new users | pass |" in render_report(sliced)
+
+
 def test_junit_of_an_insane_baseline_shows_no_clean_sheet(measurements, arm, make_report) -> None:
     m = measurements([0.0] * 8)
     seeds = tuple(s.model_copy(update={"baseline": arm(1.5, 0.7), "candidate": arm(1.5, 0.7)}) for s in m.seeds)
