@@ -46,7 +46,7 @@ def _schema_names(incomplete: str) -> list[str]:
 Model = Annotated[
     str, typer.Option(help="A built-in model, for example gem-tiny or gem-small.", autocompletion=_model_names)
 ]
-Data = Annotated[str, typer.Option(help="Its input: synthetic, ml-100k:DIR or ml-1m:DIR.")]
+Data = Annotated[str, typer.Option(help="Its input: synthetic, ml-100k:DIR, ml-1m:DIR, criteo:FILE or table:FILE.")]
 Json = Annotated[bool, typer.Option("--json", help="Print machine-readable JSON on standard output.")]
 # typer evaluates these annotations on Python 3.10 too.
 Backend = Annotated[
@@ -83,7 +83,9 @@ def gate(
     ] = None,
     data: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option(help="Its input: synthetic, ml-100k:DIR or ml-1m:DIR [default: synthetic]."),
+        typer.Option(
+            help="Its input: synthetic, ml-100k:DIR, ml-1m:DIR, criteo:FILE or table:FILE [default: synthetic]."
+        ),
     ] = None,
     task: Annotated[
         Optional[str],  # noqa: UP045
@@ -170,7 +172,9 @@ def plan(
     model: Model = "gem-tiny",
     data: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option(help="Its input: synthetic, ml-100k:DIR or ml-1m:DIR; also traces one batch of it."),
+        typer.Option(
+            help="Its input: synthetic, ml-100k:DIR, ml-1m:DIR, criteo:FILE or table:FILE; also traces one batch of it."
+        ),
     ] = None,
     task: Annotated[
         Optional[str],  # noqa: UP045
@@ -229,7 +233,9 @@ def inspect(
     ] = None,
     data: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option(help="Its input: synthetic, ml-100k:DIR or ml-1m:DIR [default: synthetic]."),
+        typer.Option(
+            help="Its input: synthetic, ml-100k:DIR, ml-1m:DIR, criteo:FILE or table:FILE [default: synthetic]."
+        ),
     ] = None,
     task: Annotated[
         Optional[str],  # noqa: UP045

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._functorch.config as functorch
 from narrowgate.models import Batch, GemTask, LoopOptions, Preset, Trainer
 from narrowgate.models.checkpointing import MODES, checkpoint_activations
 from narrowgate.precision.errors import NarrowgateError
@@ -166,6 +167,28 @@ def test_recomputation_compiles_whole(small: Preset) -> None:
     found = torch.autograd.grad(task.loss(compiled, batch), list(model.parameters()))
     for one, wanted in zip(found, expected, strict=True):
         torch.testing.assert_close(one, wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_a_compiled_training_runs_within_its_memory_budget(small: Preset, monkeypatch: pytest.MonkeyPatch) -> None:
+    shallow = dataclasses.replace(small, model=dataclasses.replace(small.model, layers=1, dropout=0.0))
+    task = GemTask.open(shallow, "synthetic", steps=3)
+    budgets = []
+
+    def compiled(model: nn.Module) -> Any:
+        graph: Any = real(model, backend="eager")
+
+        def forward(batch: Batch) -> Any:
+            budgets.append(functorch.activation_memory_budget)
+            return graph(batch)
+
+        return forward
+
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", compiled)
+    found = trainer(task, compiled=True, memory_budget=0.3).fit()
+    assert found == pytest.approx(trainer(task).fit(), rel=1e-5)
+    assert budgets == [0.3] * 3
+    assert functorch.activation_memory_budget == 1.0
 
 
 @pytest.mark.gpu
