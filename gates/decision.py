@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from typing import Literal
 
 from . import looks, statistics
-from .gate_quality import judge_auc, judge_ne
+from .gate_quality import judge_auc, judge_gauc, judge_ne
 from .gate_run import judge_memory, judge_step_time
 from .gate_stability import judge_stability
 from .judgement import Gate, Judgement, Levels, Reason
@@ -101,14 +102,14 @@ def more_seeds_may_decide(measurements: Measurements, policy: Policy, accept_alp
 
 
 #: Codes of reasons that further seeds may take away.
-_OPEN_TO_SEEDS = ("ne_interval", "auc_interval", "row_interval", "too_few_seeds")
+_OPEN_TO_SEEDS = ("ne_interval", "auc_interval", "gauc_interval", "row_interval", "too_few_seeds")
 
 
 def _overall(m: Measurements, judgement: Judgement) -> float:
     """Return a gate's p value over all looks; gates that are not over seeds have one look."""
     p = judgement.accept_p
     assert p is not None
-    return looks.overall_p(m.looks, len(m.seeds), p) if judgement.gate.name in ("ne", "auc") else p
+    return looks.overall_p(m.looks, len(m.seeds), p) if judgement.gate.name in ("ne", "auc", "gauc") else p
 
 
 def _judge(m: Measurements, policy: Policy, levels: Levels) -> list[Judgement]:
@@ -119,7 +120,16 @@ def _judge(m: Measurements, policy: Policy, levels: Levels) -> list[Judgement]:
 def _judge_quality(m: Measurements, policy: Policy, levels: Levels) -> list[Judgement]:
     n = len(m.seeds)
     here = Levels(looks.level_at(m.looks, n, levels.reject), looks.level_at(m.looks, n, levels.accept))
-    return [judge(m, task, policy, here) for task in m.tasks for judge in (judge_ne, judge_auc)]
+    # A task or slice that the policy names and nobody measured is a gate that is undecided, not one that is left out.
+    names = [*m.tasks, *(name for name in policy.tasks if name not in m.tasks)]
+    judged = [judge(m, task, policy, here) for task in names for judge in (judge_ne, judge_auc, judge_gauc)]
+    marked = list(m.rows.slices) if m.rows else []
+    parts = [part for part in marked if policy.judges(part)]
+    parts += [pattern for pattern in policy.slices if not any(fnmatchcase(part, pattern) for part in marked)]
+    judged += [
+        judge(m, task, policy, here, part) for part in parts for task in m.tasks for judge in (judge_ne, judge_auc)
+    ]
+    return [judgement for judgement in judged if judgement is not None]
 
 
 def _baseline_faults(m: Measurements) -> list[Reason]:

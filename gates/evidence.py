@@ -21,6 +21,7 @@ _STEP_SCOPE = (
     "one process, the same staged batches for both arms, whole steps: zero_grad, forward, backward, optimizer,"
     " weight casts and scale updates"
 )
+_METRICS = ("ne", "auc", "calibration", "log_loss", "gauc")
 _NOT_BUILT = "this version measures no such level"
 
 
@@ -124,7 +125,7 @@ def _quality(m: Measurements, arithmetic: str) -> Level:
     results: dict[str, Any] = {}
     for task in m.tasks:
         results[task] = {
-            arm: {metric: _mean(runs, task, metric) for metric in ("ne", "auc", "calibration", "log_loss")}
+            arm: {metric: _mean(runs, task, metric) for metric in _METRICS}
             for arm, runs in (
                 ("baseline", [s.baseline for s in m.seeds]),
                 ("candidate", [s.candidate for s in m.seeds]),
@@ -135,9 +136,28 @@ def _quality(m: Measurements, arithmetic: str) -> Level:
             ("auc", rows.auc.get(task) if rows else None),
         ):
             results[task][f"{metric}_row_interval"] = found.model_dump() if found else None
+        results[task]["slices"] = _slices(m, task)
     return Level(status="measured", baseline=baseline, scope=scope, results=results)
 
 
+def _slices(m: Measurements, task: str) -> dict[str, Any]:
+    """Return the means of both arms within each slice."""
+    quality = [(s.baseline.quality.get(task), s.candidate.quality.get(task)) for s in m.seeds]
+    names = dict.fromkeys(name for pair in quality for arm in pair if arm is not None for name in arm.slices)
+    found: dict[str, Any] = {}
+    for name in names:
+        arms: dict[str, Any] = {}
+        for i, arm in enumerate(("baseline", "candidate")):
+            parts = [None if (own := pair[i]) is None else own.slices.get(name) for pair in quality]
+            arms[arm] = {metric: _average([getattr(p, metric, None) for p in parts]) for metric in _METRICS[:3]}
+        rows = [arm.slices[name].rows for pair in quality for arm in pair if arm is not None and name in arm.slices]
+        found[name] = {"rows": rows[0]} | arms
+    return found
+
+
 def _mean(runs: list[ArmRun], task: str, metric: str) -> float | None:
-    values = [getattr(run.quality[task], metric) for run in runs if task in run.quality]
+    return _average([getattr(run.quality[task], metric) for run in runs if task in run.quality])
+
+
+def _average(values: list[Any]) -> float | None:
     return None if not values or None in values else math.fsum(values) / len(values)

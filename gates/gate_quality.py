@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from . import statistics
 from .judgement import Gate, Judgement, Levels, Reason, Status, percent
-from .measurements import Measurements, RowEstimate, TaskQuality
+from .measurements import Measurements, RowEstimate, RowIntervals, SliceQuality, SliceRows, TaskQuality
 from .policy import Policy
 
 
@@ -15,8 +16,12 @@ from .policy import Policy
 class _Loss:
     """A quality loss to be judged: positive is worse."""
 
-    gate: str
+    gate: Literal["ne", "auc", "gauc"]
     task: str
+    #: The slice of the rows, None for all.
+    part: str | None
+    #: How a sentence calls it, and how a gate does.
+    name: str
     metric: str
     margin: float
     differences: list[float]
@@ -26,36 +31,65 @@ class _Loss:
         return percent(value) if self.gate == "ne" else f"{value:+.6f}"
 
 
-def judge_ne(m: Measurements, task: str, policy: Policy, levels: Levels) -> Judgement:
-    """Judge the relative NE increase on one task against the policy's margin."""
-    pairs, faults = _pairs(m, task, "ne")
-    row = m.rows.ne.get(task) if m.rows else None
-    loss = _Loss(
-        "ne", task, "relative NE increase", policy.max_ne_increase, [c / b - 1 for b, c in pairs if b > 0], row
-    )
+def judge_ne(m: Measurements, task: str, policy: Policy, levels: Levels, part: str | None = None) -> Judgement:
+    """Judge the relative NE increase on one task, or on a slice of it, against the policy's margin."""
+    pairs, faults = _pairs(m, task, "ne", part)
+    margin, rows = policy.margin("max_ne_increase", task, part), _rows(m, part)
+    assert margin is not None
+    differences = [c / b - 1 for b, c in pairs if b > 0]
+    row = rows.ne.get(task) if rows else None
+    loss = _Loss("ne", task, part, "NE", "relative NE increase", margin, differences, row)
     return _judge(loss, faults, len(m.seeds), policy, levels)
 
 
-def judge_auc(m: Measurements, task: str, policy: Policy, levels: Levels) -> Judgement:
-    """Judge the absolute AUC loss on one task against the policy's margin."""
-    pairs, faults = _pairs(m, task, "auc")
-    row = m.rows.auc.get(task) if m.rows else None
-    loss = _Loss("auc", task, "AUC loss", policy.max_auc_loss, [b - c for b, c in pairs], row)
+def judge_auc(m: Measurements, task: str, policy: Policy, levels: Levels, part: str | None = None) -> Judgement:
+    """Judge the absolute AUC loss on one task, or on a slice of it, against the policy's margin."""
+    pairs, faults = _pairs(m, task, "auc", part)
+    margin, rows = policy.margin("max_auc_loss", task, part), _rows(m, part)
+    assert margin is not None
+    row = rows.auc.get(task) if rows else None
+    loss = _Loss("auc", task, part, "AUC", "AUC loss", margin, [b - c for b, c in pairs], row)
     return _judge(loss, faults, len(m.seeds), policy, levels)
 
 
-def _pairs(m: Measurements, task: str, metric: str) -> tuple[list[tuple[float, float]], list[tuple[int, str, bool]]]:
+def judge_gauc(m: Measurements, task: str, policy: Policy, levels: Levels) -> Judgement | None:
+    """Judge the absolute loss of AUC within groups on one task; None where the policy has no margin for it."""
+    margin = policy.margin("max_gauc_loss", task)
+    if margin is None:
+        return None
+    pairs, faults = _pairs(m, task, "gauc", None)
+    row = m.rows.gauc.get(task) if m.rows else None
+    loss = _Loss("gauc", task, None, "GAUC", "GAUC loss", margin, [b - c for b, c in pairs], row)
+    return _judge(loss, faults, len(m.seeds), policy, levels)
+
+
+def _rows(m: Measurements, part: str | None) -> RowIntervals | SliceRows | None:
+    return m.rows if m.rows is None or part is None else m.rows.slices.get(part)
+
+
+def _pairs(
+    m: Measurements, task: str, metric: str, part: str | None
+) -> tuple[list[tuple[float, float]], list[tuple[int, str, bool]]]:
     """Return the complete pairs (baseline, candidate), and (seed, why, candidate's own fault) of the others."""
     pairs, faults = [], []
     for seed in m.seeds:
-        arms: list[TaskQuality | None] = [seed.baseline.quality.get(task), seed.candidate.quality.get(task)]
+        whole = [seed.baseline.quality.get(task), seed.candidate.quality.get(task)]
+        arms: list[SliceQuality | None] = [
+            q if q is None or part is None else q.slices.get(part, _unsliced(q)) for q in whole
+        ]
         values = [getattr(q, metric) if q is not None else None for q in arms]
         if values[0] is not None and values[1] is not None:
             pairs.append((values[0], values[1]))
             continue
-        note = next((q.note for q, v in zip(arms, values, strict=True) if v is None and q and q.note), "not measured")
+        absent = "no group of held-out rows holds both classes" if metric == "gauc" else "not measured"
+        note = next((q.note for q, v in zip(arms, values, strict=True) if v is None and q and q.note), absent)
         faults.append((seed.seed, note, values[0] is not None))
     return pairs, faults
+
+
+def _unsliced(quality: TaskQuality) -> SliceQuality:
+    """Return what stands for a slice of a training that has no predictions: only why."""
+    return SliceQuality(log_loss=None, ne=None, auc=None, calibration=None, note=quality.note)
 
 
 def _judge(loss: _Loss, faults: list[tuple[int, str, bool]], seeds: int, policy: Policy, levels: Levels) -> Judgement:
@@ -68,9 +102,10 @@ def _judge(loss: _Loss, faults: list[tuple[int, str, bool]], seeds: int, policy:
 
     def result(status: Status, *reasons: tuple[str, str]) -> Judgement:
         gate = Gate(
-            name="ne" if loss.gate == "ne" else "auc",
+            name=loss.gate,
             status=status,
             task=loss.task,
+            slice=loss.part,
             metric=loss.metric,
             measured=measured,
             ci_low=low,
@@ -82,7 +117,7 @@ def _judge(loss: _Loss, faults: list[tuple[int, str, bool]], seeds: int, policy:
         told = tuple(Reason(code=code, text=text, gate=loss.gate, task=loss.task) for code, text in reasons)
         return Judgement(gate, told, accept_p)
 
-    name = f"{loss.gate.upper()} on task {loss.task}"
+    name = f"{loss.name} on task {loss.task}" + (f", slice {loss.part}" if loss.part else "")
     own = [f"seed {seed}" for seed, _, candidate in faults if candidate]
     if own:
         note = next(note for _, note, candidate in faults if candidate)

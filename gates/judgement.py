@@ -11,9 +11,12 @@ Status = Literal["pass", "fail", "undecided"]
 
 
 class Gate(Record):
-    """One gate of the report. ``ci_low`` and ``ci_high`` are one-sided bounds; None where there is no interval."""
+    """One gate of the report; ``gauc`` is there only where the policy asks for it.
 
-    name: Literal["step_time", "module_time", "ne", "auc", "stability", "memory"]
+    ``ci_low`` and ``ci_high`` are one-sided bounds; None where there is no interval.
+    """
+
+    name: Literal["step_time", "module_time", "ne", "auc", "gauc", "stability", "memory"]
     status: Status
     task: str | None = None
     slice: str | None = None

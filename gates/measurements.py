@@ -18,7 +18,7 @@ class Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
-class TaskQuality(Record):
+class SliceQuality(Record):
     """One arm's held-out quality on one task; None where a value does not exist, with the reason in ``note``."""
 
     #: Mean log loss in nats.
@@ -29,6 +29,17 @@ class TaskQuality(Record):
     #: Sum of predictions over sum of labels.
     calibration: float | None
     note: str | None = None
+    #: Held-out rows; None in records that do not say.
+    rows: int | None = None
+
+
+class TaskQuality(SliceQuality):
+    """As :class:`SliceQuality`, over all held-out rows, with what only they have."""
+
+    #: Mean AUC within groups, weighted by their rows; None where the task names no groups.
+    gauc: float | None = None
+    #: By the names of the slices that the task marks.
+    slices: dict[str, SliceQuality] = {}
 
 
 class LossSummary(Record):
@@ -136,6 +147,13 @@ class RowEstimate(Record):
         return cls(mean=estimate.mean, error=estimate.error if finite else None, df=int(estimate.df))
 
 
+class SliceRows(Record):
+    """Row intervals within one slice, by task."""
+
+    ne: dict[str, RowEstimate] = {}
+    auc: dict[str, RowEstimate] = {}
+
+
 class RowIntervals(Record):
     """How far the differences would move with other held-out rows: per-row differences averaged over seeds."""
 
@@ -145,6 +163,9 @@ class RowIntervals(Record):
     #: Relative NE increase and AUC loss, by task; a task whose metric does not exist is absent.
     ne: dict[str, RowEstimate]
     auc: dict[str, RowEstimate]
+    #: GAUC loss, by task: over groups, each of which is a cluster.
+    gauc: dict[str, RowEstimate] = {}
+    slices: dict[str, SliceRows] = {}
 
 
 class Clocks(Record):

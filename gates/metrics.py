@@ -73,6 +73,47 @@ def placements(scores: Floats, labels: Floats, weights: Floats | None = None) ->
     return result
 
 
+@dataclass(frozen=True)
+class GroupAucs:
+    """AUC within each group (one user's rows) that holds both classes."""
+
+    #: [groups] each: AUC, and the sum of its rows' weights.
+    auc: Floats
+    weight: Floats
+
+    @property
+    def mean(self) -> float | None:
+        """GAUC: the mean over groups, weighted by their rows (Zhu et al. 2018, section 5.2); None without a group."""
+        return float(self.weight @ self.auc / self.weight.sum()) if self.auc.size else None
+
+
+def group_aucs(scores: Floats, labels: Floats, weights: Floats | None, groups: NDArray[np.int64]) -> GroupAucs:
+    """Return the AUC within every group that holds both classes; ties count half.
+
+    Args:
+        scores: [n] float64, finite.
+        labels: [n] of 0 and 1.
+        weights: [n] sample weights, or None for ones.
+        groups: [n] integers that name each row's group.
+    """
+    order = np.lexsort((scores, groups))
+    score, group = scores[order], groups[order]
+    mass = np.ones(len(order)) if weights is None else weights[order]
+    positive, negative = mass * labels[order], mass * (1 - labels[order])
+    below = np.concatenate([[0.0], np.cumsum(negative)])
+    begins = np.concatenate([[True], group[1:] != group[:-1]])
+    # Rows of one group with one score are ties: each has half of the ties' negatives below it.
+    ties = np.flatnonzero(begins | np.concatenate([[True], score[1:] != score[:-1]]))
+    ends = np.concatenate([ties[1:], [len(order)]])
+    rank = np.repeat((below[ties] + below[ends]) / 2, ends - ties)
+    index = np.cumsum(begins) - 1
+    right = positive * (rank - below[np.flatnonzero(begins)][index])
+    sums = [np.bincount(index, weights=x) for x in (right, positive, negative)]
+    both = (sums[1] > 0) & (sums[2] > 0)
+    right_sum, positives, negatives = (np.asarray(x[both], dtype=np.float64) for x in sums)
+    return GroupAucs(right_sum / (positives * negatives), positives + negatives)
+
+
 def evaluate(logits: Floats, labels: Floats, weights: Floats | None, base_rate: float | None) -> TaskMetrics:
     """Compute log loss, NE, AUC and calibration (sum of predictions over sum of labels) of one task.
 

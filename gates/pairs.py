@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..precision.errors import NarrowgateError
 from . import metrics, statistics
-from .measurements import ArmRun, LossSummary, RowEstimate, RowIntervals, SeedRun, TaskQuality
+from .measurements import ArmRun, LossSummary, RowEstimate, RowIntervals, SeedRun, SliceQuality, SliceRows, TaskQuality
 from .policy import StabilityLimits
 from .stability import stability
 from .task import Task, base_rates, task_names
@@ -34,6 +35,17 @@ class RowDifferences:
     labels: Floats
     weights: Floats | None
     groups: NDArray[np.int64] | None
+    #: By task, the baseline's AUC less the candidate's within each group; () where the task names no groups.
+    group_aucs: tuple[metrics.GroupAucs, ...]
+    slices: dict[str, SliceDifferences]
+
+
+@dataclass(frozen=True)
+class SliceDifferences:
+    """What differs within one slice: its rows [rows] bool, and placements [rows of the slice, tasks] among them."""
+
+    rows: NDArray[np.bool_]
+    placement_difference: Floats
 
 
 @dataclass(frozen=True)
@@ -109,20 +121,45 @@ def combine(pairs: Sequence[Pair]) -> RowIntervals | None:
         raise RunError("eval_batches() yielded other rows for another seed")
     loss = np.mean([rows.log_loss for rows in found], axis=0)
     difference = np.mean([rows.log_loss_difference for rows in found], axis=0)
-    placed = np.mean([rows.placement_difference for rows in found], axis=0)
-    ne, auc = {}, {}
-    for column, name in enumerate(pairs[0].tasks):
-        if loss[:, column].sum() > 0:
-            ne[name] = RowEstimate.of(
-                statistics.clustered_ratio(difference[:, column], loss[:, column], first.weights, first.groups)
-            )
-        if np.isfinite(placed[:, column]).all():
-            auc[name] = RowEstimate.of(
-                statistics.clustered_auc(placed[:, column], first.labels[:, column], first.weights, first.groups)
-            )
+    tasks = pairs[0].tasks
+    whole = _row_estimates(first, None, loss, difference, [rows.placement_difference for rows in found], tasks)
+    slices = {}
+    for name, part in first.slices.items():
+        placed = [rows.slices[name].placement_difference for rows in found]
+        slices[name] = _row_estimates(first, part.rows, loss[part.rows], difference[part.rows], placed, tasks)
+    gauc = {}
+    for column, name in enumerate(tasks if first.group_aucs else ()):
+        mean = np.mean([rows.group_aucs[column].auc for rows in found], axis=0)
+        if mean.size:
+            ones = np.ones_like(mean)
+            estimate = statistics.clustered_ratio(mean, ones, first.group_aucs[column].weight)
+            gauc[name] = RowEstimate.of(estimate)
     rows = len(first.labels)
     clusters = rows if first.groups is None else len(np.unique(first.groups))
-    return RowIntervals(rows=rows, clusters=clusters, ne=ne, auc=auc)
+    return RowIntervals(rows=rows, clusters=clusters, ne=whole.ne, auc=whole.auc, gauc=gauc, slices=slices)
+
+
+def _row_estimates(
+    first: RowDifferences,
+    rows: NDArray[np.bool_] | None,
+    loss: Floats,
+    difference: Floats,
+    placements: Sequence[Floats],
+    tasks: tuple[str, ...],
+) -> SliceRows:
+    """Return the row intervals of some rows: ``rows`` of those of ``first``, or all; the arrays hold only these."""
+    placed = np.mean(placements, axis=0)
+    weights, groups = (x if x is None or rows is None else x[rows] for x in (first.weights, first.groups))
+    labels = first.labels if rows is None else first.labels[rows]
+    ne, auc = {}, {}
+    for column, name in enumerate(tasks):
+        if loss[:, column].sum() > 0:
+            estimate = statistics.clustered_ratio(difference[:, column], loss[:, column], weights, groups)
+            ne[name] = RowEstimate.of(estimate)
+        if len(placed) and np.isfinite(placed[:, column]).all():
+            estimate = statistics.clustered_auc(placed[:, column], labels[:, column], weights, groups)
+            auc[name] = RowEstimate.of(estimate)
+    return SliceRows(ne=ne, auc=auc)
 
 
 def summarise(losses: Floats) -> LossSummary:
@@ -136,18 +173,26 @@ def summarise(losses: Floats) -> LossSummary:
 def _quality(trained: Trained, names: tuple[str, ...], rates: Sequence[float | None]) -> dict[str, TaskQuality]:
     if trained.logits is None or trained.labels is None:
         return {name: TaskQuality(log_loss=None, ne=None, auc=None, calibration=None, note=_BROKEN) for name in names}
-    labels, weights = trained.labels, trained.row_weights
+    logits, labels, weights = trained.logits, trained.labels, trained.row_weights
     if not np.isin(labels, (0.0, 1.0)).all():
         raise NarrowgateError("predict() returned labels other than 0 and 1")
     if weights is not None and not (np.isfinite(weights).all() and (weights >= 0).all()):
         raise NarrowgateError("predict() returned sample weights that are negative or not finite")
     found = {}
     for column, (name, rate) in enumerate(zip(names, rates, strict=True)):
-        value = metrics.evaluate(trained.logits[:, column], labels[:, column], weights, rate)
-        found[name] = TaskQuality(
-            log_loss=value.log_loss, ne=value.ne, auc=value.auc, calibration=value.calibration, note=value.note
-        )
+        own, truth, gauc = logits[:, column], labels[:, column], None
+        if trained.groups is not None and np.isfinite(own).all():
+            gauc = metrics.group_aucs(own, truth, weights, trained.groups).mean
+        slices = {
+            part: SliceQuality(**_values(own[mask], truth[mask], None if weights is None else weights[mask], rate))
+            for part, mask in trained.slices.items()
+        }
+        found[name] = TaskQuality(**_values(own, truth, weights, rate), gauc=gauc, slices=slices)
     return found
+
+
+def _values(logits: Floats, labels: Floats, weights: Floats | None, rate: float | None) -> dict[str, Any]:
+    return asdict(metrics.evaluate(logits, labels, weights, rate)) | {"rows": len(logits)}
 
 
 def _row_differences(baseline: Trained, candidate: Trained) -> RowDifferences | None:
@@ -155,19 +200,50 @@ def _row_differences(baseline: Trained, candidate: Trained) -> RowDifferences | 
     if own is None or other is None or labels is None or not (np.isfinite(own).all() and np.isfinite(other).all()):
         return None
     before = metrics.row_log_loss(other, labels)
-    placed = np.full_like(before, np.nan)
-    for column in range(labels.shape[1]):
-        if 0 < labels[:, column].sum() < len(labels):
-            args = (labels[:, column], baseline.row_weights)
-            placed[:, column] = metrics.placements(other[:, column], *args) - metrics.placements(own[:, column], *args)
+    everything = np.ones(len(labels), dtype=bool)
     return RowDifferences(
         log_loss=before,
         log_loss_difference=metrics.row_log_loss(own, labels) - before,
-        placement_difference=placed,
+        placement_difference=_placement_differences(baseline, candidate, everything),
         labels=labels,
         weights=baseline.row_weights,
         groups=baseline.groups,
+        group_aucs=_group_auc_differences(baseline, candidate),
+        slices={
+            name: SliceDifferences(mask, _placement_differences(baseline, candidate, mask))
+            for name, mask in baseline.slices.items()
+        },
     )
+
+
+def _placement_differences(baseline: Trained, candidate: Trained, rows: NDArray[np.bool_]) -> Floats:
+    assert baseline.logits is not None
+    assert candidate.logits is not None
+    assert baseline.labels is not None
+    own, other, labels = candidate.logits[rows], baseline.logits[rows], baseline.labels[rows]
+    weights = None if baseline.row_weights is None else baseline.row_weights[rows]
+    placed = np.full_like(own, np.nan)
+    for column in range(labels.shape[1]):
+        if 0 < labels[:, column].sum() < len(labels):
+            args = (labels[:, column], weights)
+            placed[:, column] = metrics.placements(other[:, column], *args) - metrics.placements(own[:, column], *args)
+    return placed
+
+
+def _group_auc_differences(baseline: Trained, candidate: Trained) -> tuple[metrics.GroupAucs, ...]:
+    """Return, by task, the baseline's AUC less the candidate's in each group; both arms have the same groups."""
+    if baseline.groups is None:
+        return ()
+    assert baseline.logits is not None
+    assert candidate.logits is not None
+    assert baseline.labels is not None
+    found = []
+    for column in range(baseline.labels.shape[1]):
+        args = (baseline.labels[:, column], baseline.row_weights, baseline.groups)
+        own = metrics.group_aucs(candidate.logits[:, column], *args)
+        other = metrics.group_aucs(baseline.logits[:, column], *args)
+        found.append(metrics.GroupAucs(other.auc - own.auc, other.weight))
+    return tuple(found)
 
 
 def _other_training(baseline: Trained, candidate: Trained) -> str | None:
@@ -185,7 +261,9 @@ def _same_rows(baseline: Trained, candidate: Trained) -> bool:
     if baseline.labels is None or candidate.labels is None:
         return True
     names = ("labels", "row_weights", "groups")
-    return all(_equal(getattr(baseline, name), getattr(candidate, name)) for name in names)
+    same = all(_equal(getattr(baseline, name), getattr(candidate, name)) for name in names)
+    marked = baseline.slices.keys() == candidate.slices.keys()
+    return same and marked and all(_equal(mask, candidate.slices[name]) for name, mask in baseline.slices.items())
 
 
 def _equal(a: NDArray | None, b: NDArray | None) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,6 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from ..precision.errors import NarrowgateError, did_you_mean
 from ..recipes.document import Node, parse_document
 from ..recipes.errors import Diagnostic, RecipeError, found
+from .policy_goals import GOALS, as_margins
 
 
 def _percent(value: Any) -> Any:
@@ -63,6 +65,19 @@ class SpeedPlan(_Section):
         return self
 
 
+class SliceMargins(_Section):
+    """Margins of one slice; what it leaves out is the task's or the policy's own."""
+
+    max_ne_increase: Share | None = Field(default=None, gt=0, lt=1)
+    max_auc_loss: float | None = Field(default=None, gt=0, lt=0.5)
+
+
+class Margins(SliceMargins):
+    """Margins of one task; what it leaves out is the policy's own."""
+
+    max_gauc_loss: float | None = Field(default=None, gt=0, lt=0.5)
+
+
 class Policy(_Section):
     """Margins, limits and sample sizes. Shares may be written as percentages."""
 
@@ -72,6 +87,12 @@ class Policy(_Section):
     max_ne_increase: Share = Field(gt=0, lt=1)
     #: Largest absolute loss of AUC that is still no loss.
     max_auc_loss: float = Field(gt=0, lt=0.5)
+    #: Largest absolute loss of GAUC (AUC within groups); None does not judge it.
+    max_gauc_loss: float | None = Field(default=None, gt=0, lt=0.5)
+    #: Other margins for some tasks, by name; and gates on slices, by name or pattern (``market=*``), each with the
+    #: margins that it names or, where it names none, the task's.
+    tasks: dict[str, Margins] = {}
+    slices: dict[str, SliceMargins] = {}
     #: Smallest speedup of the whole step worth having; 1 asks only for "not slower".
     min_speedup: float = Field(default=1.05, ge=0.5, le=10)
     #: Largest candidate over baseline peak memory.
@@ -98,6 +119,22 @@ class Policy(_Section):
                 f" the last of them seeds {self.seeds}"
             )
         return self
+
+    def margin(self, field: str, task: str, part: str | None = None) -> float | None:
+        """Return the margin ``field`` of a task, or of a slice of it; None where the policy sets none.
+
+        For a slice the last pattern that matches and names the field decides, then the task, then the policy.
+        """
+        found = [margins for pattern, margins in self.slices.items() if part is not None and fnmatchcase(part, pattern)]
+        for margins in (*reversed(found), self.tasks.get(task)):
+            value = getattr(margins, field, None)
+            if value is not None:
+                return value
+        return getattr(self, field)
+
+    def judges(self, part: str) -> bool:
+        """Return whether a slice has gates."""
+        return any(fnmatchcase(part, pattern) for pattern in self.slices)
 
 
 #: What ships. Sources of the margins: Wukong (arXiv:2403.02545) and LoKA (arXiv:2605.10886) call 0.02 % significant
@@ -162,6 +199,7 @@ def _read(path: Path) -> Policy:
     data = root.plain()
     if not isinstance(data, dict):
         raise NarrowgateError(f"{path}:{root.line}:{root.column}: found {found(data)}, expected a mapping of fields")
+    data = as_margins(data, root, str(path))
     base_name = data.pop("extends", None)
     if base_name is not None:
         data = _over(_base(base_name, root, path), data)
@@ -196,8 +234,9 @@ def _diagnostic(fault: Any, root: Node, path: Path) -> Diagnostic:
     line, column = root.key(location) or (node.line, node.column)
     kind, field = fault["type"], ".".join(str(part) for part in location)
     if kind == "extra_forbidden":
-        section = {"stability": StabilityLimits, "speed": SpeedPlan}.get(str(location[0]), Policy)
-        known = section.model_fields if len(location) > 1 else Policy.model_fields
+        sections = {"stability": StabilityLimits, "speed": SpeedPlan, "tasks": Margins, "slices": SliceMargins}
+        section = sections.get(str(location[0]), Policy)
+        known = section.model_fields if len(location) > 1 else [*Policy.model_fields, *GOALS]
         message = f"unknown field{did_you_mean(str(location[-1]), known)} (known: {', '.join(known)})"
     elif kind == "missing":
         message = "the field is missing; write it, or extend a built-in policy (extends: standard)"

@@ -120,7 +120,7 @@ def _unit(gate: Gate, value: float, signed: bool = True) -> str:
     sign = "+" if signed else ""
     if gate.name == "ne":
         return f"{100 * value:{sign}.4f} %" if signed else f"{100 * value:g} %"
-    if gate.name == "auc":
+    if gate.name in ("auc", "gauc"):
         return f"{value:{sign}.6f}" if signed else f"{value:g}"
     if gate.name == "stability":
         return f"{value:g}"

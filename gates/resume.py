@@ -47,7 +47,7 @@ FOLDER = ".seeds"
 #: Baselines kept after a run; older ones go.
 _KEPT_BASELINES = 64
 #: Raised where the files' layout changes.
-_LAYOUT = 1
+_LAYOUT = 2
 #: Batches of each kind that stand for the data, beside what the task says of it.
 _BATCHES = 2
 #: What no two runs share, or what no result follows from.
@@ -163,6 +163,8 @@ def _write(path: Path, key: str, trained: Trained) -> None:
         value = getattr(trained, field.name)
         if isinstance(value, np.ndarray):
             arrays[field.name] = value
+        elif field.name == "slices":
+            arrays |= {f"slice {name}": mask for name, mask in value.items()}
         elif field.name not in ("reused", "notes"):
             plain[field.name] = asdict(value) if isinstance(value, Observed) else value
     header = np.frombuffer(json.dumps({"key": key, "trained": plain}).encode(), dtype=np.uint8)
@@ -194,7 +196,8 @@ def _read(path: Path, key: str) -> tuple[Trained | None, str | None]:
         still = tuple(seen.pop("without_gradient"))
         observed = Observed(**seen, operands=operands, without_gradient=still)
         plain["optimizer"] = tuple(plain["optimizer"])
-        return Trained(**plain, **arrays, observed=observed), None
+        slices = {name.removeprefix("slice "): arrays.pop(name) for name in list(arrays) if name.startswith("slice ")}
+        return Trained(**plain, **arrays, slices=slices, observed=observed), None
     except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, zlib.error):
         _remove(path)
         return None, f"ignored a damaged file of a finished training: {path.name}"

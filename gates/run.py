@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..precision.errors import NarrowgateError
+from ..precision.errors import NarrowgateError, did_you_mean
 from ..recipes import apply_recipe
 from . import task as tasks
 from .arithmetic import Arithmetic
@@ -83,6 +83,7 @@ def run_gate(run: Run, progress: Progress) -> list[Report]:
     device = torch.device(run.source.device)
     plans = [_plan(task, recipe, run.backend, device) for recipe in run.recipes]
     store = _open_store(run, task, device)
+    _check_tasks(task, run.policy)
     opened = time.monotonic()
 
     job = Job(run.source, run.recipes, run.backend, run.policy.stability, store)
@@ -130,6 +131,17 @@ def _train(
         if not any(more_seeds_may_decide(m, run.policy, accept) for m in found):
             break
     return pairs
+
+
+def _check_tasks(task: Task, policy: Policy) -> None:
+    names: Any = getattr(task, "task_names", None)
+    # A task that does not name its columns gets names with its first prediction; what is then missing is undecided.
+    if names is None:
+        return
+    for name in policy.tasks:
+        if name not in names:
+            hint = did_you_mean(name, names)
+            raise NarrowgateError(f"policy {policy.policy}: tasks: found '{name}', expected {', '.join(names)}{hint}")
 
 
 def _open_store(run: Run, task: Task, device: torch.device) -> SeedStore | None:

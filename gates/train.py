@@ -13,7 +13,7 @@ import gc
 import itertools
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +43,8 @@ _FETCH_EVERY = 20
 _RECOMPILES = 64
 #: A draw is numbered optimizer step * 2**32 + forward: room for 2**20 steps a seed.
 _DRAWS_A_SEED_BITS = 52
+#: A mark with more values than this names rows rather than slices of them.
+_MOST_SLICES = 100
 #: What both arms' optimizers must agree on, as far as they have it.
 _HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "amsgrad")
 
@@ -68,6 +70,8 @@ class Trained:
     labels: NDArray[np.float64] | None
     row_weights: NDArray[np.float64] | None
     groups: NDArray[np.int64] | None
+    #: By the slice's name, [rows] bool.
+    slices: dict[str, NDArray[np.bool_]]
     peak_memory: int | None
     seconds: float
     first_step_seconds: float
@@ -133,7 +137,7 @@ class Arm:
         tensors_watch = self._tensor_watch()
         fit = self._fit(seed, watch, tensors_watch)
         broken = not (np.isfinite(fit.losses).all() and np.isfinite(fit.norms).all())
-        predicted = (None, None, None, None) if broken else self._predict()
+        predicted = (None, None, None, None, {}) if broken else self._predict()
         return Trained(
             seed=seed,
             weights=weights,
@@ -144,6 +148,7 @@ class Arm:
             labels=predicted[1],
             row_weights=predicted[2],
             groups=predicted[3],
+            slices=predicted[4],
             peak_memory=fit.peak,
             seconds=time.perf_counter() - started,
             first_step_seconds=fit.first_step_seconds,
@@ -293,7 +298,7 @@ class Arm:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
 
-    def _predict(self) -> tuple[Any, Any, Any, Any]:
+    def _predict(self) -> tuple[Any, Any, Any, Any, dict[str, NDArray[np.bool_]]]:
         # Not the compiled one: a second graph an arm costs a minute to compile, for some batches.
         assert self._model is not None
         self._model.eval()
@@ -319,6 +324,7 @@ class Arm:
             join("labels", torch.float64),
             join("weights", torch.float64),
             join("groups", torch.int64),
+            slice_masks([part.slices or {} for part in parts]),
         )
 
     def _reset_recipe(self, seed: int) -> None:
@@ -378,6 +384,28 @@ def _plain(value: Any) -> Any:
     return float(value) if isinstance(value, Tensor) else value
 
 
+def slice_masks(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, NDArray[np.bool_]]:
+    """Return the rows of each slice, [rows] bool by its name, from the batches' marks.
+
+    Raises:
+        NarrowgateError: batches mark different slices, or a mark has too many values to be one.
+    """
+    names = list(parts[0])
+    if any(list(part) != names for part in parts):
+        raise NarrowgateError("predict() marked different slices in different batches")
+    found: dict[str, NDArray[np.bool_]] = {}
+    for name in names:
+        marks = torch.cat([part[name] for part in parts]).cpu().numpy()
+        if marks.dtype == np.bool_:
+            found[name] = marks
+            continue
+        values = np.unique(marks)
+        if len(values) > _MOST_SLICES:
+            raise NarrowgateError(f"slice '{name}' has {len(values)} values, expected at most {_MOST_SLICES}")
+        found |= {f"{name}={value}": marks == value for value in values.tolist()}
+    return found
+
+
 def _dropout_seed(seed: int) -> int:
     # Apart from the seed that drew the weights, so that masks are not a function of them.
     return (seed * 0x9E3779B1 + 0x7F4A7C15) % 2**63
@@ -407,4 +435,10 @@ def _checked(prediction: Any) -> Prediction:
         value = getattr(prediction, name)
         if value is not None and value.shape != logits.shape[:1]:
             raise NarrowgateError(f"predict() returned {name} {list(value.shape)}, expected [{logits.shape[0]}]")
+    for name, value in (prediction.slices or {}).items():
+        if value.shape != logits.shape[:1] or value.is_floating_point():
+            raise NarrowgateError(
+                f"predict() returned slice '{name}' as {value.dtype} {list(value.shape)}, expected booleans or"
+                f" integers [{logits.shape[0]}]"
+            )
     return prediction

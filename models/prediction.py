@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -19,3 +20,6 @@ class Prediction:
     weights: Tensor | None = None
     #: [n] int64: rows with the same id (one user's) are not independent; None where rows are.
     groups: Tensor | None = None
+    #: Parts of the rows to be looked at on their own, by name, [n] each: booleans mark one slice, integers (an age
+    #: band, a market) one slice a value, called ``name=value``.
+    slices: Mapping[str, Tensor] | None = None

@@ -311,6 +311,18 @@ def leaky():
     return Leaky()
 
 
+class Sliced(Task):
+    def predict(self, model, batch):
+        found = super().predict(model, batch)
+        x = batch["x"]
+        found.slices = {"new": x[:, 1] > 1, "market": (x[:, 2] > 0).long() + (x[:, 2] > 1)}
+        return found
+
+
+def sliced():
+    return Sliced()
+
+
 class Unpaired(Task):
     def build_model(self):
         torch.seed()
