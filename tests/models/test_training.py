@@ -175,18 +175,16 @@ def test_a_compiled_training_runs_within_its_memory_budget(small: Preset, monkey
     budgets = []
 
     def compiled(model: nn.Module) -> Any:
-        graph: Any = real(model, backend="eager")
-
+        # That the model compiles is tested elsewhere: here it counts that the loop runs what comes out, and when.
         def forward(batch: Batch) -> Any:
             budgets.append(functorch.activation_memory_budget)
-            return graph(batch)
+            return model(batch)
 
         return forward
 
-    real = torch.compile
     monkeypatch.setattr(torch, "compile", compiled)
     found = trainer(task, compiled=True, memory_budget=0.3).fit()
-    assert found == pytest.approx(trainer(task).fit(), rel=1e-5)
+    assert found == trainer(task).fit()
     assert budgets == [0.3] * 3
     assert functorch.activation_memory_budget == 1.0
 
