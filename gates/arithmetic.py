@@ -22,7 +22,9 @@ class Arithmetic:
         A CPU without BF16 instructions runs BF16 products in scalar loops, ten times slower than FP32 and to no one's
         gain. There both arms run in FP32: a slightly stricter comparison for the candidate, and the report says so.
         """
-        return cls(device, device.type == "cuda" or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()))
+        bf16 = device.type == "cuda" or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        # On the meta device nothing is computed, and it knows no autocast.
+        return cls(device, bf16 and device.type != "meta")
 
     def context(self) -> contextlib.AbstractContextManager[object]:
         """Return the context in which losses and predictions are computed."""

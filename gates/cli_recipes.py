@@ -46,8 +46,8 @@ def plan_command(options: PlanOptions) -> None:
         raise NarrowgateError(f"found --rows and {other}, expected one of them")
     loaded, target = load_recipe(options.recipe), named_device(options.device)
     rates = None if options.rates is None else load_rates(options.rates)
-    # Shapes are all that an untraced plan needs of a built-in model: no weights are made.
-    device = "meta" if options.task is None and not traced else "cpu"
+    # Shapes are all that a plan needs, traced or not: a built-in model needs no weights.
+    device = "meta" if options.task is None else "cpu"
     source = TaskSource(task=options.task, model=options.model, data=options.data or "synthetic", device=device)
     task = source.open()
     built = task.build_model()

@@ -120,7 +120,8 @@ class GemModel(nn.Module):
     def _stream(self, x: Tensor) -> Tensor:
         """Return ``x`` in the type that the residual streams keep."""
         kind = x.device.type
-        if self.config.residual == "autocast" and torch.is_autocast_enabled(kind):
+        # The meta device, on which models are only planned, knows no autocast.
+        if self.config.residual == "autocast" and kind != "meta" and torch.is_autocast_enabled(kind):
             return x.to(torch.get_autocast_dtype(kind))
         return x
 

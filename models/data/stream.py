@@ -68,6 +68,8 @@ class StreamDataset:
         self.config = config
         self.training = training
         self.device = torch.device(device)
+        # Nothing can be drawn on the meta device: there, batches keep their shapes only.
+        self._drawn_on = torch.device("cpu") if self.device.type == "meta" else self.device
         planned = min(training.steps, int(training.epochs * config.rows) // training.batch_size)
         self.steps = planned if steps is None else steps
         self.max_events = max_events
@@ -131,11 +133,11 @@ class StreamDataset:
 
     def _walk(self, split: int, seed: int, start: int, stop: int) -> Iterator[Batch]:
         for number in range(start, stop):
-            yield self._draw(split, seed, number)[0]
+            yield self._draw(split, seed, number)[0].to(self.device)
 
     @cached_property
     def _world(self) -> World:
-        return World.make(self.config).to(self.device)
+        return World.make(self.config).to(self._drawn_on)
 
     @cached_property
     def _centre(self) -> tuple[tuple[float, float], tuple[float, float]]:
@@ -187,7 +189,8 @@ class StreamDataset:
         bound = padded_tokens(self._typical, size, self.training, balanced=not held_out)
         tokens = max(bound, self.training.round_up(int(lengths.sum())))
         angle = self.config.drift * (1.0 if held_out else number / self.steps)
-        drawn = Draw(self.config, self._world, self.device, self._key(split, seed, number)).rows(lengths, tokens, angle)
+        key = self._key(split, seed, number)
+        drawn = Draw(self.config, self._world, self._drawn_on, key).rows(lengths, tokens, angle)
         truth = self._probabilities(drawn.odds)
         clicked = drawn.uniform[0] < truth[:, 0]
         converted = clicked & (drawn.uniform[1] * truth[:, 0] < truth[:, 1])

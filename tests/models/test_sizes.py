@@ -37,6 +37,21 @@ def test_gem_long_has_the_shapes_of_gdpas_benchmark() -> None:
     assert (config.max_tokens, config.pffn_tokens) == (2048, 256)
 
 
+def test_a_step_is_traced_without_weights() -> None:
+    from narrowgate.gates.rows import trace_rows, trace_step
+
+    found = []
+    for device in ("cpu", "meta"):
+        task = GemTask.open("gem-tiny", device=device, steps=1)
+        model = task.build_model()
+        found.append((trace_rows(task, model), trace_step(task, model)))
+    assert found[0] == found[1]
+    large = GemTask.open("gem-base", device="meta")
+    rows = trace_rows(large, large.build_model())
+    assert rows["layers.0.interaction.mlp.0"] == 4096
+    assert rows["layers.0.sequence.uvqk"] > 100 * 4096
+
+
 def test_lokas_switches_change_the_model(small: Preset) -> None:
     loka = {"bias": False, "norm_affine": False, "norm_block": 8, "activation": "hardswish"}
     model = with_model(small, **loka).build_model()
