@@ -12,7 +12,8 @@ from ruamel.yaml import YAML
 
 from .charts import WIDTH
 from .measurements import Operand
-from .plots import loss_charts, quality_charts, speed_charts, wall_chart, waterfall
+from .plots_quality import loss_charts, quality_charts
+from .plots_speed import speed_charts, wall_chart, waterfall
 from .render import gate_row, quality_lines
 from .report import Report
 
@@ -43,6 +44,7 @@ def render_html(report: Report) -> str:
         quality=quality_lines(report),
         charts=[chart for chart in charts if chart is not None],
         wall=wall_chart(report),
+        slices=slice_rows(report),
         operands=worst_operands(report),
         levels=[(name, getattr(report.evidence, name)) for name in _LEVELS],
         results=[
@@ -76,6 +78,19 @@ def facts_of(data: Any, prefix: str = "") -> list[tuple[str, str]]:
     if isinstance(data, list | tuple):
         return [(prefix, ", ".join(_text(value) for value in data))]
     return [(prefix, _text(data))]
+
+
+def slice_rows(report: Report) -> list[tuple[str, ...]]:
+    """Return every slice's mean NE and AUC of both arms as cells of a table."""
+    rows = []
+    for task, results in report.evidence.quality.results.items():
+        for name, part in (results.get("slices") or {}).items():
+            base, own = part["baseline"], part["candidate"]
+            change = f"{100 * (own['ne'] / base['ne'] - 1):+.4f} %" if base["ne"] and own["ne"] else "-"
+            values = [base["ne"], own["ne"], base["auc"], own["auc"]]
+            told = ["-" if value is None else f"{value:.5f}" for value in values]
+            rows.append((f"{task}, {name}", str(part["rows"] or "-"), *told[:2], change, *told[2:]))
+    return rows
 
 
 def worst_operands(report: Report) -> list[tuple[str, ...]]:

@@ -9,9 +9,10 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 from narrowgate.gates.charts import Axis, histogram
-from narrowgate.gates.html import render_html, worst_operands
-from narrowgate.gates.measurements import Operand, RowEstimate, StepTime
-from narrowgate.gates.plots import loss_charts, quality_charts, speed_charts, wall_chart, waterfall
+from narrowgate.gates.html import render_html, slice_rows, worst_operands
+from narrowgate.gates.measurements import Operand, RowEstimate, SliceQuality, StepTime, TaskQuality
+from narrowgate.gates.plots_quality import loss_charts, quality_charts
+from narrowgate.gates.plots_speed import speed_charts, wall_chart, waterfall
 from narrowgate.gates.report import Report, Reuse, load_report
 
 #: Elements that HTML never closes.
@@ -163,6 +164,38 @@ def test_seeds_interval_and_margin_stand_in_the_quality_chart(rejected: Report) 
     assert rows.at["x2"] < margin.at["x1"], "this run's rows show no loss"
     assert [row[0] for row in ne.table.rows[-2:]] == ["interval over seeds", "interval over rows"]
     assert auc.title == "AUC, click: pass"
+
+
+def test_slices_and_groups_get_charts_and_a_table_of_their_own(measurements, make_report) -> None:
+    m = measurements([1e-5] * 5)
+
+    def quality(whole: TaskQuality, ne: float) -> TaskQuality:
+        part = SliceQuality(log_loss=0.5, ne=ne, auc=0.7, calibration=1.0, rows=40)
+        return whole.model_copy(update={"gauc": 0.6, "slices": {"new=1": part}})
+
+    seeds = tuple(
+        s.model_copy(
+            update={
+                arm: getattr(s, arm).model_copy(
+                    update={"quality": {"click": quality(getattr(s, arm).quality["click"], ne)}}
+                )
+                for arm, ne in (("baseline", 0.8), ("candidate", 0.804 + 0.001 * s.seed))
+            }
+        )
+        for s in m.seeds
+    )
+    report = make_report(m.model_copy(update={"seeds": seeds}))
+    ne = next(gate for gate in report.gates if gate.name == "ne")
+    sliced = ne.model_copy(update={"slice": "new=1", "status": "fail"})
+    gauc = ne.model_copy(update={"name": "gauc", "metric": "GAUC loss", "threshold": 0.001})
+    report = report.model_copy(update={"gates": (*report.gates, sliced, gauc)})
+    _, _, part, groups = quality_charts(report)
+    assert part.title == "NE, click, new=1: fail"
+    assert [row[3] for row in part.table.rows[:5]] == [f"+{0.5 + 0.125 * i:.4f} %" for i in range(5)]
+    assert groups.title.startswith("GAUC, click")
+    assert groups.x_label == "GAUC loss (lower is better)"
+    assert slice_rows(report) == [("click, new=1", "40", "0.80000", "0.80600", "+0.7500 %", "0.70000", "0.70000")]
+    Page(render_html(report))
 
 
 def test_many_seeds_stay_readable(measurements, make_report) -> None:
