@@ -233,7 +233,8 @@ def test_a_run_without_a_result_shows_what_it_said_and_never_an_older_one(runner
 
 
 def test_the_gate_of_the_script_is_the_real_command(runner: Runner) -> None:
-    runner.answer(act=f'"{sys.executable}" "$@"')
+    path = os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path if entry)
+    runner.answer(act=f'PYTHONPATH="{path}" "{sys.executable}" "$@"')
     runner.gate(NARROWGATE_RECIPES="gem-fp9", NARROWGATE_MODEL="gem-tiny", NARROWGATE_DATA="synthetic",
                 NARROWGATE_POLICY="strict", NARROWGATE_SEEDS="5", NARROWGATE_STEPS="3")  # fmt: skip
     assert runner.outputs == {"exit-code": "2"}
