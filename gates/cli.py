@@ -121,6 +121,13 @@ def gate(
         Optional[str],  # noqa: UP045
         typer.Option(metavar="FILE", help="Run the gates that a gates.yaml lists; reports in DIR/NAME and a summary."),
     ] = None,
+    attribute_quality: Annotated[
+        bool,
+        typer.Option(
+            "--attribute-quality",
+            help="Also train with the recipe on one group of layers or path at a time, to say where quality is lost.",
+        ),
+    ] = False,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Train anew what an interrupted run into the same folder left finished.")
     ] = False,
@@ -157,6 +164,7 @@ def gate(
                 source=from_,
                 config=config,
                 fresh=fresh,
+                attribute_quality=attribute_quality,
                 json=json,
                 quiet=quiet,
             )

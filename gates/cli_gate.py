@@ -46,6 +46,7 @@ class GateOptions:
     source: str | None = None
     config: str | None = None
     fresh: bool = False
+    attribute_quality: bool = False
     json: bool = False
     quiet: bool = False
 
@@ -81,7 +82,7 @@ def gate_command(options: GateOptions) -> int:
         steps=options.steps,
     )
     store = _store(out, options.fresh)
-    run = Run(source, recipes, policy, options.backend, options.seeds, store)
+    run = Run(source, recipes, policy, options.backend, options.seeds, store, options.attribute_quality)
     try:
         with make_progress(options.quiet) as progress:
             reports = run_gate(run, progress)
@@ -120,7 +121,11 @@ def pick_device(name: str) -> str:
 
 
 def _gates_of_file(options: GateOptions, config: str) -> int:
-    given = _task_options(options) | {"--from": options.source, "--policy": options.policy}
+    given = _task_options(options) | {
+        "--from": options.source,
+        "--policy": options.policy,
+        "--attribute-quality": options.attribute_quality,
+    }
     _refuse(given, "gate --config takes its gates from the file")
     from .gate_set import run_gates
     from .gates_file import load_gates
@@ -189,7 +194,12 @@ def _refuse(given: dict[str, Any], because: str) -> None:
 
 def _decide_again(options: GateOptions, source: str) -> int:
     _refuse(
-        _task_options(options) | {"--config": options.config, "--fresh": options.fresh},
+        _task_options(options)
+        | {
+            "--config": options.config,
+            "--fresh": options.fresh,
+            "--attribute-quality": options.attribute_quality,
+        },
         "gate --from decides from stored measurements",
     )
     from .decision import decide

@@ -7,7 +7,7 @@ from typing import Any
 
 from . import looks, statistics
 from .decision import Decision
-from .measurements import ArmRun, Measurements, StepTime
+from .measurements import ArmRun, Measurements, PartQuality, StepTime
 from .report import Evidence, Level, Statistics
 
 _METHOD = (
@@ -56,7 +56,7 @@ def evidence_of(m: Measurements, alpha: float, arithmetic: str) -> Evidence:
         module=absent("the module in BF16 under torch.compile", "the smallest region that holds a layer"),
         step=_step(m, alpha),
         distributed=absent("the same step with BF16 payload", "all ranks of one job"),
-        quality=_quality(m, arithmetic),
+        quality=_quality(m, alpha, arithmetic),
     )
 
 
@@ -112,7 +112,7 @@ def _geometric_mean(times: list[tuple[float, float]]) -> float:
     return math.exp(math.fsum(logs) / len(logs))
 
 
-def _quality(m: Measurements, arithmetic: str) -> Level:
+def _quality(m: Measurements, alpha: float, arithmetic: str) -> Level:
     baseline = arithmetic
     if not m.seeds:
         why = "no seed was trained"
@@ -137,6 +137,8 @@ def _quality(m: Measurements, arithmetic: str) -> Level:
         ):
             results[task][f"{metric}_row_interval"] = found.model_dump() if found else None
         results[task]["slices"] = _slices(m, task)
+        if m.parts:
+            results[task]["parts"] = [_part(part, task, alpha) for part in m.parts]
     return Level(status="measured", baseline=baseline, scope=scope, results=results)
 
 
@@ -152,6 +154,22 @@ def _slices(m: Measurements, task: str) -> dict[str, Any]:
             arms[arm] = {metric: _average([getattr(p, metric, None) for p in parts]) for metric in _METRICS[:3]}
         rows = [arm.slices[name].rows for pair in quality for arm in pair if arm is not None and name in arm.slices]
         found[name] = {"rows": rows[0]} | arms
+    return found
+
+
+def _part(part: PartQuality, task: str, alpha: float) -> dict[str, Any]:
+    """Return what a part of the recipe costs on alone, and what is left to pay with all but it on."""
+    found: dict[str, Any] = {"kind": part.kind, "name": part.name, "layers": part.layers}
+    for how, effects in (("only", part.only), ("without", part.without)):
+        effect = effects.get(task)
+        values = () if effect is None else effect.ne_increase
+        estimate = statistics.paired(values) if len(values) >= 2 else None
+        found[how] = {
+            "ne_increase": None if effect is None else effect.mean_ne_increase(),
+            "ci_low": estimate.lower(alpha) if estimate else None,
+            "ci_high": estimate.upper(alpha) if estimate else None,
+            "auc_loss": None if effect is None else _average(list(effect.auc_loss)),
+        }
     return found
 
 

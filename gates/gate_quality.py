@@ -39,7 +39,7 @@ def judge_ne(m: Measurements, task: str, policy: Policy, levels: Levels, part: s
     differences = [c / b - 1 for b, c in pairs if b > 0]
     row = rows.ne.get(task) if rows else None
     loss = _Loss("ne", task, part, "NE", "relative NE increase", margin, differences, row)
-    return _judge(loss, faults, len(m.seeds), policy, levels)
+    return _judge(loss, faults, m, policy, levels)
 
 
 def judge_auc(m: Measurements, task: str, policy: Policy, levels: Levels, part: str | None = None) -> Judgement:
@@ -49,7 +49,7 @@ def judge_auc(m: Measurements, task: str, policy: Policy, levels: Levels, part: 
     assert margin is not None
     row = rows.auc.get(task) if rows else None
     loss = _Loss("auc", task, part, "AUC", "AUC loss", margin, [b - c for b, c in pairs], row)
-    return _judge(loss, faults, len(m.seeds), policy, levels)
+    return _judge(loss, faults, m, policy, levels)
 
 
 def judge_gauc(m: Measurements, task: str, policy: Policy, levels: Levels) -> Judgement | None:
@@ -60,7 +60,7 @@ def judge_gauc(m: Measurements, task: str, policy: Policy, levels: Levels) -> Ju
     pairs, faults = _pairs(m, task, "gauc", None)
     row = m.rows.gauc.get(task) if m.rows else None
     loss = _Loss("gauc", task, None, "GAUC", "GAUC loss", margin, [b - c for b, c in pairs], row)
-    return _judge(loss, faults, len(m.seeds), policy, levels)
+    return _judge(loss, faults, m, policy, levels)
 
 
 def _rows(m: Measurements, part: str | None) -> RowIntervals | SliceRows | None:
@@ -92,8 +92,10 @@ def _unsliced(quality: TaskQuality) -> SliceQuality:
     return SliceQuality(log_loss=None, ne=None, auc=None, calibration=None, note=quality.note)
 
 
-def _judge(loss: _Loss, faults: list[tuple[int, str, bool]], seeds: int, policy: Policy, levels: Levels) -> Judgement:
-    n = len(loss.differences)
+def _judge(
+    loss: _Loss, faults: list[tuple[int, str, bool]], m: Measurements, policy: Policy, levels: Levels
+) -> Judgement:
+    n, seeds = len(loss.differences), len(m.seeds)
     estimate = statistics.paired(loss.differences) if n >= 2 else None
     measured = math.fsum(loss.differences) / n if n else None
     low = estimate.lower(levels.reject) if estimate else None
@@ -129,6 +131,7 @@ def _judge(loss: _Loss, faults: list[tuple[int, str, bool]], seeds: int, policy:
     if estimate is None or n < policy.min_seeds:
         text = f"{name}: {seeds} paired seed{'s' * (seeds != 1)} cannot decide; run at least {policy.min_seeds}."
         return result("undecided", ("too_few_seeds", text))
+    owner = f" {told}" if (told := _owner(m, loss.task)) else ""
     bound = f"{loss.show(estimate.mean)} with bounds [{loss.show(low or 0)}, {loss.show(high or 0)}]"
     against = f"margin {loss.show(loss.margin)}"
     if loss.gate == "ne" and estimate.upper(levels.reject) < -policy.anomaly_factor * loss.margin:
@@ -138,9 +141,9 @@ def _judge(loss: _Loss, faults: list[tuple[int, str, bool]], seeds: int, policy:
         )
         return result("undecided", ("anomaly", text))
     if estimate.lower(levels.reject) > loss.margin:
-        return result("fail", (f"{loss.gate}_loss", f"{name} is worse by {bound}: past the {against}."))
+        return result("fail", (f"{loss.gate}_loss", f"{name} is worse by {bound}: past the {against}.{owner}"))
     if not estimate.upper(levels.accept) < loss.margin:
-        text = f"{name} changed by {bound}: the interval holds the {against}. {_more_seeds(loss, n, levels)}"
+        text = f"{name} changed by {bound}: the interval holds the {against}. {_more_seeds(loss, n, levels)}{owner}"
         return result("undecided", (f"{loss.gate}_interval", text))
     if loss.row is None:
         text = f"{name} passes over seeds, but no row interval was measured beside it. Run the gate again."
@@ -156,6 +159,21 @@ def _judge(loss: _Loss, faults: list[tuple[int, str, bool]], seeds: int, policy:
         return result("undecided", ("row_interval", text))
     accept_p = max(estimate.p_below(loss.margin), row.p_below(loss.margin))
     return result("pass")
+
+
+def _owner(m: Measurements, task: str) -> str:
+    """Name the group of layers and the path that lose most NE by themselves, where that was measured."""
+    told = []
+    for kind, called in (("layers", "layers"), ("path", "path")):
+        costs = {
+            part.name: cost
+            for part in m.parts
+            if part.kind == kind and task in part.only and (cost := part.only[task].mean_ne_increase()) is not None
+        }
+        if costs:
+            worst = max(costs, key=lambda name: costs[name])
+            told.append(f"{called} {worst} ({percent(costs[worst])} NE by itself)")
+    return f"Most is lost by {' and '.join(told)}." if told else ""
 
 
 def _more_seeds(loss: _Loss, n: int, levels: Levels) -> str:

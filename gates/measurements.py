@@ -205,6 +205,30 @@ class StepTime(Record):
     clocks_note: str | None = None
 
 
+class PartEffect(Record):
+    """Paired differences against the baseline on one task, a value a seed that has one."""
+
+    seeds: int
+    ne_increase: tuple[float, ...]
+    auc_loss: tuple[float, ...]
+
+    def mean_ne_increase(self) -> float | None:
+        """Return the mean relative NE increase; None where a seed has none."""
+        whole = self.ne_increase and len(self.ne_increase) == self.seeds
+        return math.fsum(self.ne_increase) / self.seeds if whole else None
+
+
+class PartQuality(Record):
+    """What one part of the recipe does to quality: on alone, and with all but it on; by task."""
+
+    kind: Literal["layers", "path"]
+    name: str
+    #: Quantized layers in it.
+    layers: int
+    only: dict[str, PartEffect]
+    without: dict[str, PartEffect]
+
+
 class Measurements(Record):
     """All that :func:`narrowgate.gates.decision.decide` looks at."""
 
@@ -217,6 +241,8 @@ class Measurements(Record):
     emulated: tuple[str, ...] = ()
     #: Numbers of seeds at which a look was declared ahead; training stopped at one of them. Empty: one look.
     looks: tuple[int, ...] = ()
+    #: Where quality is lost, where that was asked for.
+    parts: tuple[PartQuality, ...] = ()
 
     @model_validator(mode="after")
     def _stopped_at_a_look(self) -> Measurements:

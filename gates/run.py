@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +20,11 @@ from .decision import decide_family, more_seeds_may_decide
 from .environment import environment
 from .evidence import evidence_of, statistics_of
 from .looks import planned
-from .measurements import Measurements, StepTime
+from .measurements import Measurements, PartQuality, StepTime
 from .pairs import Pair, combine
 from .policy import Policy
 from .progress import Progress
+from .quality_parts import part_quality, parts_of
 from .report import SCHEMA_VERSION, RecipeFacts, Report, Reuse
 from .resume import SeedStore, open_store
 from .rows import rows_for
@@ -48,6 +49,7 @@ class Run:
         policy: margins, limits and the number of seeds.
         backend: overrides the recipes' backends.
         seeds: overrides the policy's number of paired seeds.
+        attribute_quality: also train with the recipe on one part of the model at a time, to say where quality is lost.
         store: folder in which finished trainings are kept and found; None keeps none.
     """
 
@@ -57,6 +59,7 @@ class Run:
     backend: str | None = None
     seeds: int | None = None
     store: Path | None = None
+    attribute_quality: bool = False
 
     def __post_init__(self) -> None:
         repeated = [name for name, n in Counter(r.name for r in self.recipes).items() if n > 1]
@@ -90,15 +93,19 @@ def run_gate(run: Run, progress: Progress) -> list[Report]:
     arms = job.arms(task, device)
     pairs = _train(run, job, task, arms, plans, progress)
     trained = time.monotonic()
+    parts = [_parts(run, job, task, plan, device, progress) if run.attribute_quality else () for plan in plans]
+    attributed = time.monotonic()
 
     steps = [
         _time_steps(run, plan, arms[0][1], arm, device, progress)
         for plan, (_, arm) in zip(plans, arms[1:], strict=True)
     ]
     timed = time.monotonic()
-    wall = {"setup": opened - started, "quality": trained - opened, "speed": timed - trained, "all": timed - started}
+    wall = {"setup": opened - started, "quality": trained - opened, "speed": timed - attributed, "all": timed - started}
+    if run.attribute_quality:
+        wall["attribution"] = attributed - trained
     looks = run.looks()
-    measured = [_measurements(pairs[i], steps[i], plan, looks) for i, plan in enumerate(plans)]
+    measured = [_measurements(pairs[i], steps[i], plan, looks, parts[i]) for i, plan in enumerate(plans)]
     return [
         _report(run, task, plan, m, decision, wall, _reuse(own))
         for plan, m, decision, own in zip(plans, measured, decide_family(measured, run.policy), pairs, strict=True)
@@ -131,6 +138,28 @@ def _train(
         if not any(more_seeds_may_decide(m, run.policy, accept) for m in found):
             break
     return pairs
+
+
+def _parts(
+    run: Run, job: Job, task: Task, plan: Plan, device: torch.device, progress: Progress
+) -> tuple[PartQuality, ...]:
+    """Train each part of the recipe alone and all but it, over the fewest seeds that can decide."""
+    parts = parts_of(plan)
+    recipes = [recipe for part in parts for recipe in (part.only, part.without)]
+    if not recipes:
+        return ()
+    seeds = range(min(run.policy.min_seeds, run.policy.seeds if run.seeds is None else run.seeds))
+    progress.phase(
+        f"attributing quality of {plan.recipe.name}: {len(parts)} parts, {len(seeds)} seeds",
+        trainings=len(seeds) * (1 + len(recipes)),
+    )
+    part_job = replace(job, recipes=tuple(recipes))
+    if device.type == "cuda":
+        by_seed = train_in_process(part_job, task, part_job.arms(task, device), seeds, progress)
+    else:
+        by_seed = train_seeds(part_job, seeds, progress)
+    pairs = [[by_seed[seed][i] for seed in seeds] for i in range(len(recipes))]
+    return tuple(part_quality(part, pairs[2 * i], pairs[2 * i + 1]) for i, part in enumerate(parts))
 
 
 def _check_tasks(task: Task, policy: Policy) -> None:
@@ -175,7 +204,13 @@ def _time_steps(
     return measure_step_time(baseline, candidate, run.policy.speed, run.policy.alpha, told)
 
 
-def _measurements(pairs: Sequence[Pair], step_time: StepTime, plan: Plan, looks: tuple[int, ...] = ()) -> Measurements:
+def _measurements(
+    pairs: Sequence[Pair],
+    step_time: StepTime,
+    plan: Plan,
+    looks: tuple[int, ...] = (),
+    parts: tuple[PartQuality, ...] = (),
+) -> Measurements:
     return Measurements(
         tasks=pairs[0].tasks,
         seeds=tuple(pair.run for pair in pairs),
@@ -184,6 +219,7 @@ def _measurements(pairs: Sequence[Pair], step_time: StepTime, plan: Plan, looks:
         device=plan.device.name,
         emulated=tuple(plan.emulated_reasons()),
         looks=looks,
+        parts=parts,
     )
 
 

@@ -396,9 +396,16 @@ def measure(room: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as in a worker: layers this small only lose by more
 
-    def run(task: str = "ranker:good", recipe: str = "all-fp8.yaml", policy: str = "loose", seeds: int = 5) -> Any:
-        source = TaskSource(task=task, device="cpu")
-        gate = runs.Run(source, (load_recipe(recipe),), load_policy(policy), seeds=seeds)
+    def run(
+        task: str = "ranker:good",
+        recipe: str = "all-fp8.yaml",
+        policy: str = "loose",
+        seeds: int = 5,
+        steps: int = 60,
+        **more: Any,
+    ) -> Any:
+        source = TaskSource(task=task, device="cpu", steps=steps)
+        gate = runs.Run(source, (load_recipe(recipe),), load_policy(policy), seeds=seeds, **more)
         (report,) = runs.run_gate(gate, Progress())
         return report
 
