@@ -19,8 +19,6 @@ from .report import Report
 
 _HERE = Path(__file__).parent
 _LEVELS = ("kernel", "module", "step", "distributed", "quality")
-#: Levels whose results the charts above them show already.
-_CHARTED = ("step", "quality")
 
 
 def render_html(report: Report) -> str:
@@ -48,9 +46,7 @@ def render_html(report: Report) -> str:
         operands=worst_operands(report),
         levels=[(name, getattr(report.evidence, name)) for name in _LEVELS],
         results=[
-            (name, facts_of(level.results))
-            for name in _LEVELS
-            if name not in _CHARTED and (level := getattr(report.evidence, name)).results
+            (name, facts_of(level.results)) for name in _LEVELS if (level := getattr(report.evidence, name)).results
         ],
         layers=[layer_row(layer) for layer in report.recipe.plan.get("layers", ())],
         groups=report.recipe.plan.get("groups", ()),

@@ -295,6 +295,14 @@ def test_the_runs_own_time_is_shown_by_part_where_it_is_known(charted: Report, a
     assert wall_chart(accepted) is None
 
 
+def test_every_result_of_every_level_can_be_read(stored: Path) -> None:
+    text = render_html(load_report(stored))
+    for name in ("step", "quality"):
+        assert f"Results of level {name}" in text
+    assert '<th scope="row">clocks.throttle</th>' in text
+    assert "Results of level kernel" not in text, "nobody measured it"
+
+
 def test_the_plan_names_every_layer_with_the_line_that_set_it(stored: Path) -> None:
     report = load_report(stored)
     text = render_html(report)
