@@ -111,12 +111,13 @@ class AdamWithRowwiseAdagrad(Optimizer):
         if grad.is_sparse:
             grad = grad.coalesce()
             rows, values = grad.indices()[0], grad.values()
-            summed = total[rows] + values.float().square().mean(1)
+            summed = total[rows] + _mean_square(values)
             total[rows] = summed
-            parameter[rows] -= _step(values, summed, group)
+            parameter.index_add_(0, rows, values * _rates(summed, group).to(values.dtype), alpha=-1)
         else:
-            total += grad.float().square().mean(1)
-            parameter.sub_(_step(grad, total, group))
+            total += _mean_square(grad)
+            # In one pass over the table: the tables' traffic is what this optimizer costs.
+            parameter.addcmul_(grad, _rates(total, group).to(grad.dtype), value=-1)
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
@@ -124,8 +125,14 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
     return parameter.grad
 
 
-def _step(grad: Tensor, summed: Tensor, group: dict[str, Any]) -> Tensor:
-    return grad * (group["lr"] / (summed.sqrt() + group["eps"])).unsqueeze(1).to(grad.dtype)
+def _mean_square(grad: Tensor) -> Tensor:
+    """[rows, width] -> [rows], FP32, without a copy of the gradient."""
+    return torch.linalg.vector_norm(grad, dim=1, dtype=torch.float32).square() / grad.shape[1]
+
+
+def _rates(summed: Tensor, group: dict[str, Any]) -> Tensor:
+    """[rows] -> [rows, 1]: each row's own rate."""
+    return (group["lr"] / (summed.sqrt() + group["eps"])).unsqueeze(1)
 
 
 class _Schedule:

@@ -44,7 +44,7 @@ class GemTask:
 
         Args:
             model: a built-in size, or a :class:`Preset`.
-            data: ``synthetic``, ``ml-100k:DIR`` or ``ml-1m:DIR``.
+            data: a source as :func:`narrowgate.models.open_data` takes it.
             device: where model and batches live.
             steps: training steps; the preset's number by default.
 

@@ -104,7 +104,8 @@ class StreamDataset:
 
     def describe(self) -> dict[str, Any]:
         """Return JSON-able facts for a report; draws all held-out rows for the entropy of their true probabilities."""
-        facts = asdict(self.config)
+        # A GPU draws other numbers from a seed than a CPU.
+        facts = asdict(self.config) | {"drawn_on": self._drawn_on.type}
         base = self.base_rates()
         labels, truth = self.held_out_truth()
         entropy = normalized_entropy(truth, labels, base)
