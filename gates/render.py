@@ -88,7 +88,14 @@ def quality_lines(report: Report) -> list[str]:
         if isinstance(best, dict) and isinstance(best.get(task), float):
             text += f", {_value(best[task])} Bayes-optimal"
         lines.append(f"{text}; AUC {_value(other['auc'])}, {_value(own['auc'])}")
-    return [*lines, *numerics_lines([seed.candidate.stability for seed in report.measurements.seeds])]
+    lines += numerics_lines([seed.candidate.stability for seed in report.measurements.seeds])
+    reuse = report.reuse
+    if reuse is not None and reuse.baseline + reuse.candidate:
+        lines.append(
+            f"found finished, not trained by this run: {reuse.baseline} baselines and {reuse.candidate} candidates"
+            f" of {reuse.trainings // 2} each"
+        )
+    return [*lines, *(reuse.notes if reuse is not None else ())]
 
 
 def short_reason(report: Report) -> str:

@@ -36,6 +36,7 @@ from . import task as tasks
 from .arithmetic import Arithmetic
 from .batches import fingerprint, tensors
 from .environment import environment, package_version
+from .files import write_together
 from .stability import Observed
 from .train import Arm, Trained, Watch
 
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
 FOLDER = ".seeds"
 #: Baselines kept after a run; older ones go.
 _KEPT_BASELINES = 64
+#: Begins the names of files that remember how many seeds were looked at; starting afresh forgets no look.
+_LOOKED = "looked-"
 #: Raised where the files' layout changes.
 _LAYOUT = 2
 #: Batches of each kind that stand for the data, beside what the task says of it.
@@ -82,7 +85,23 @@ class SeedStore:
             notes.append(f"finished trainings could not be kept: {error.strerror}")
         return replace(trained, notes=tuple(notes))
 
-    def _place(self, arm: Arm, seed: int) -> tuple[Path, str]:
+    def earlier_looks(self, arm: Arm, seeds: int) -> list[int]:
+        """Note that a decision looked at ``seeds`` seeds of ``arm``; return the fewer that earlier runs looked at.
+
+        Seeds are always the first ones, so a run of more seeds after one that could not decide pools them: a look that
+        its bounds do not count.
+        """
+        path, key = self._place(arm, None)
+        path = path.with_name(f"{_LOOKED}{key[:16]}.json")
+        try:
+            before = {int(n) for n in json.loads(path.read_text())}
+        except (OSError, ValueError, TypeError):
+            before = set()
+        with contextlib.suppress(OSError):
+            write_together(self.folder, {path.name: json.dumps(sorted(before | {seeds}))})
+        return sorted(n for n in before if n < seeds)
+
+    def _place(self, arm: Arm, seed: int | None) -> tuple[Path, str]:
         recipe = None if arm.recipe is None else arm.recipe.hash()
         # The backend that runs: one in the recipe is not part of the recipe's hash.
         backend = None if arm.recipe is None else arm.backend or arm.recipe.backend
@@ -121,7 +140,7 @@ def content_hash(source: TaskSource, task: Task, weights: str) -> str:
 
 
 def forget(folder: Path) -> None:
-    """Remove everything that is kept in ``folder``."""
+    """Remove every training that is kept in ``folder``."""
     for path in _files(folder):
         _remove(path)
     with contextlib.suppress(OSError):
@@ -148,7 +167,8 @@ def settle(folder: Path) -> None:
 
 
 def _files(folder: Path) -> list[Path]:
-    return [path for path in folder.glob("*") if path.is_file()] if folder.is_dir() else []
+    paths = folder.glob("*") if folder.is_dir() else ()
+    return [path for path in paths if path.is_file() and not path.name.startswith(_LOOKED)]
 
 
 def _remove(path: Path) -> None:

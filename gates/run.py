@@ -106,9 +106,10 @@ def run_gate(run: Run, progress: Progress) -> list[Report]:
         wall["attribution"] = attributed - trained
     looks = run.looks()
     measured = [_measurements(pairs[i], steps[i], plan, looks, parts[i]) for i, plan in enumerate(plans)]
+    reuse = [_reuse(own, _looked(store, arm, len(own))) for (_, arm), own in zip(arms[1:], pairs, strict=True)]
     return [
-        _report(run, task, plan, m, decision, wall, _reuse(own))
-        for plan, m, decision, own in zip(plans, measured, decide_family(measured, run.policy), pairs, strict=True)
+        _report(run, task, plan, m, decision, wall, own)
+        for plan, m, decision, own in zip(plans, measured, decide_family(measured, run.policy), reuse, strict=True)
     ]
 
 
@@ -223,12 +224,24 @@ def _measurements(
     )
 
 
-def _reuse(pairs: Sequence[Pair]) -> Reuse:
+def _looked(store: SeedStore | None, arm: Arm, seeds: int) -> list[str]:
+    """Say where a decision pools seeds that an earlier run already decided on."""
+    earlier = [] if store is None else store.earlier_looks(arm, seeds)
+    if not earlier:
+        return []
+    runs = f"{len(earlier)} earlier run{'s' * (len(earlier) > 1)}"
+    return [
+        f"{runs} into this folder looked at {', '.join(map(str, earlier))} of these {seeds} seeds: their bounds do not"
+        " count that look; declare looks ahead (the policy's looks) to keep the level"
+    ]
+
+
+def _reuse(pairs: Sequence[Pair], notes: Sequence[str]) -> Reuse:
     return Reuse(
         trainings=2 * len(pairs),
         baseline=sum(pair.run.baseline.reused for pair in pairs),
         candidate=sum(pair.run.candidate.reused for pair in pairs),
-        notes=tuple(dict.fromkeys(note for pair in pairs for note in pair.notes)),
+        notes=(*notes, *dict.fromkeys(note for pair in pairs for note in pair.notes)),
     )
 
 

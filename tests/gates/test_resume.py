@@ -64,17 +64,8 @@ def test_a_run_that_was_killed_goes_on_where_it_stopped(room: Path, narrowgate) 
     report = json.loads((room / "reports" / "report.json").read_text())
     assert sum(seed["candidate"]["reused"] for seed in report["measurements"]["seeds"]) == finished["candidate"]
     # Once the report stands, only baselines are kept: the next recipe needs them.
-    assert {path.name.partition("-")[0] for path in kept.iterdir()} == {"baseline"}
-    assert len(list(kept.iterdir())) == 2
-    text = (room / "all-fp8.yaml").read_text()
-    (room / "all-fp8.yaml").write_text(text.replace("fprop: fp8_e4m3", "fprop: fp8_e5m2"))
-    narrowgate(*GATE, "-q")
-    assert (reuse(room)["baseline"], reuse(room)["candidate"]) == (2, 0)
-    # What was reused is what would have been trained.
-    again = json.loads((room / "reports" / "report.json").read_text())["measurements"]["seeds"]
-    assert [s["baseline"]["quality"] for s in again] == [
-        s["baseline"]["quality"] for s in report["measurements"]["seeds"]
-    ]
+    assert {path.name.partition("-")[0] for path in kept.iterdir()} == {"baseline", "looked"}
+    assert len(list(kept.glob("baseline-*"))) == 2
 
 
 def test_fresh_forgets_what_was_kept(room: Path) -> None:
@@ -85,6 +76,34 @@ def test_fresh_forgets_what_was_kept(room: Path) -> None:
     (kept / "baseline-0-x.npz").write_text("")
     assert list(_store(room / "reports", fresh=False).iterdir())
     assert not _store(room / "reports", fresh=True).exists()
+
+
+def test_more_seeds_after_a_look_are_said_to_pool_it(room: Path, measure) -> None:
+    from narrowgate.gates.render import quality_lines
+
+    store = room / "reports" / ".seeds"
+    assert measure(seeds=1, steps=5, store=store).reuse.notes == ()
+    assert measure(seeds=1, steps=5, store=store).reuse.notes == ()  # the same seeds again are no further look
+    resume.forget(store)
+    again = measure(seeds=2, steps=5, store=store)
+    (note,) = again.reuse.notes
+    assert note.startswith("1 earlier run into this folder looked at 1 of these 2 seeds")
+    assert note in quality_lines(again)
+
+
+def test_another_recipe_reuses_the_baselines_and_gets_the_same(room: Path, measure) -> None:
+    store = room / "reports" / ".seeds"
+    first = measure(seeds=2, steps=5, store=store)
+    resume.settle(store)
+    other = measure(seeds=2, steps=5, store=store, recipe="bf16")
+    assert (other.reuse.baseline, other.reuse.candidate) == (2, 0)
+    assert other.reuse.notes == ()
+    alone = measure(seeds=2, steps=5, recipe="bf16")
+    assert alone.reuse.baseline == 0
+    for reused, trained in zip(other.measurements.seeds, alone.measurements.seeds, strict=True):
+        assert reused.baseline.quality == trained.baseline.quality
+        assert reused.candidate.quality == trained.candidate.quality
+    assert first.reuse.baseline == 0
 
 
 @pytest.fixture
