@@ -42,10 +42,20 @@ def _largest(history, length, LENGTH: tl.constexpr):
 
 
 @triton.jit
+def _inside(at, size, EVEN: tl.constexpr):
+    """Which positions lie inside; with EVEN, all of them, which compiles to no mask at all."""
+    if EVEN:
+        return tl.full(at.shape, True, tl.int1)
+    else:  # noqa: RET505 - a branch not taken must not be compiled, so one return a branch
+        return at < size
+
+
+@triton.jit
 def amax_kernel(
     leaves, strides, M, N, tensor_out, row_out, column_out, history, history_length,
     TILE: tl.constexpr, PIECES: tl.constexpr, BY_TENSOR: tl.constexpr, BY_ROW: tl.constexpr, BY_COLUMN: tl.constexpr,
-    HISTORY: tl.constexpr, ALIGNED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, LOOP: tl.constexpr,
+    HISTORY: tl.constexpr, ALIGNED: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    LOOP: tl.constexpr,
 ):  # fmt: skip
     """Partial maxima as magnitude bits: [programs], [tiles along columns, M] and [programs along rows, N * PIECES].
 
@@ -55,37 +65,35 @@ def amax_kernel(
     if HISTORY and _largest(history, history_length, HISTORY) > 0:
         return
     n = pid_n * BN + tl.arange(0, BN)
-    inside_n = n < N
-    total = tl.zeros([BM], tl.int32)
+    inside_n = _inside(n, N, EVEN)
+    # Maxima are kept apart for each element of a tile, and reduced once.
+    total = tl.zeros([BM, BN], tl.int32)
     if BY_COLUMN:
-        # Piece by piece, so that one accumulator is enough; what another piece loaded is still in cache.
+        # Piece by piece, so that one set of maxima is enough; what another piece loaded is still in cache.
         for p in tl.static_range(PIECES):
-            columns = tl.zeros([BN], tl.int32)
+            piece = tl.zeros([BM, BN], tl.int32)
             for i in range(LOOP):
                 m = (pid_m * LOOP + i).to(tl.int64) * BM + tl.arange(0, BM)
-                inside_m = m < M
+                inside_m = _inside(m, M, EVEN)
                 values = TILE(leaves, strides, m, n, inside_m, inside_n, ALIGNED)
                 bits = magnitude_bits(tl.where(inside_m[:, None] & inside_n[None, :], values[p], 0.0))
-                columns = tl.maximum(columns, tl.max(bits, 0))
-                if BY_TENSOR or BY_ROW:
-                    rows = tl.max(bits, 1)
-                    total = tl.maximum(total, rows)
-                    if BY_ROW:
-                        tl.store(row_out + (p * tl.num_programs(1) + pid_n) * M + m, rows, mask=inside_m)
-            tl.store(column_out + pid_m * (N * PIECES) + p * N + n, columns, mask=inside_n)
+                piece = tl.maximum(piece, bits)
+                if BY_ROW:
+                    tl.store(row_out + (p * tl.num_programs(1) + pid_n) * M + m, tl.max(bits, 1), mask=inside_m)
+            total = tl.maximum(total, piece)
+            tl.store(column_out + pid_m * (N * PIECES) + p * N + n, tl.max(piece, 0), mask=inside_n)
     else:
         for i in range(LOOP):
             m = (pid_m * LOOP + i).to(tl.int64) * BM + tl.arange(0, BM)
-            inside_m = m < M
+            inside_m = _inside(m, M, EVEN)
             values = TILE(leaves, strides, m, n, inside_m, inside_n, ALIGNED)
             for p in tl.static_range(PIECES):
                 bits = magnitude_bits(tl.where(inside_m[:, None] & inside_n[None, :], values[p], 0.0))
-                rows = tl.max(bits, 1)
-                total = tl.maximum(total, rows)
+                total = tl.maximum(total, bits)
                 if BY_ROW:
-                    tl.store(row_out + (p * tl.num_programs(1) + pid_n) * M + m, rows, mask=inside_m)
+                    tl.store(row_out + (p * tl.num_programs(1) + pid_n) * M + m, tl.max(bits, 1), mask=inside_m)
     if BY_TENSOR:
-        tl.store(tensor_out + pid_m * tl.num_programs(1) + pid_n, tl.max(total, 0))
+        tl.store(tensor_out + pid_m * tl.num_programs(1) + pid_n, tl.max(total))
 
 
 @triton.jit
@@ -128,7 +136,8 @@ def cast_kernel(
     C: tl.constexpr, C_SR: tl.constexpr, C_MAX: tl.constexpr, C_MANTISSA: tl.constexpr, C_BIAS: tl.constexpr,
     C_POW2: tl.constexpr, C_CLIP: tl.constexpr,
     SAME: tl.constexpr, HISTORY: tl.constexpr, RECORD: tl.constexpr, OVERFLOW: tl.constexpr,
-    STEPWISE: tl.constexpr, ALIGNED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, LOOP: tl.constexpr,
+    STEPWISE: tl.constexpr, APART: tl.constexpr, ALIGNED: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, LOOP: tl.constexpr,
 ):  # fmt: skip
     """Quantize [M, N * PIECES] values: the operand contracted over columns (``r_``), over rows (``c_``), or both.
 
@@ -139,10 +148,9 @@ def cast_kernel(
     """
     pid_m, pid_n = tl.program_id(0), tl.program_id(1)
     n = pid_n * BN + tl.arange(0, BN)
-    inside_n = n < N
+    inside_n = _inside(n, N, EVEN)
     width = N * PIECES
-    own = tl.zeros([BM], tl.int32)
-    overflowed = tl.zeros([BM], tl.int32)
+    own = tl.zeros([BM, BN], tl.int32)
     first_program = (pid_m == 0) & (pid_n == 0)
 
     r_tensor, c_tensor = 1.0, 1.0
@@ -150,7 +158,7 @@ def cast_kernel(
         known = 0.0
         if HISTORY:
             known = _largest(history, history_length, HISTORY)
-        bits = known.to(tl.int32, bitcast=True) if known > 0 else _over_all(amax, parts, 1024)
+        bits = known.to(tl.int32, bitcast=True) if known > 0 else _over_all(amax, parts, 512)
         if R == TENSOR:
             r_tensor = _tensor_scale(bits, known, r_limit, R_MAX, R_POW2, R_CLIP)
             if not HISTORY:
@@ -163,7 +171,7 @@ def cast_kernel(
     for i in range(LOOP):
         tile_m = pid_m * LOOP + i
         m = tile_m.to(tl.int64) * BM + tl.arange(0, BM)
-        inside_m = m < M
+        inside_m = _inside(m, M, EVEN)
         inside = inside_m[:, None] & inside_n[None, :]
         values = TILE(leaves, strides, m, n, inside_m, inside_n, ALIGNED)
         for p in tl.static_range(PIECES):
@@ -191,10 +199,17 @@ def cast_kernel(
                 codes = encode(scaled, random, R_MAX, R_MANTISSA, R_BIAS, R_SR, STEPWISE, r_codes.dtype.element_ty)
                 tl.store(r_codes + m[:, None] * width + column[None, :], codes, mask=inside)
                 if SAME:
+                    if APART:
+                        # ptxas (CUDA 12.8 to 13.0) stores wrong bytes where one conversion's result is stored both
+                        # packed and byte by byte, as a transpose in shared memory does: it converts twice instead.
+                        codes = encode(_apart(scaled), random, R_MAX, R_MANTISSA, R_BIAS, R_SR, STEPWISE,
+                                       c_codes.dtype.element_ty)  # fmt: skip
                     tl.store(c_codes + at, tl.trans(codes), mask=inside_n[:, None] & inside_m[None, :])
                 if HISTORY:
-                    own, overflowed = _observe(v, scaled, own, overflowed, r_limit, OVERFLOW, RECORD, R_CLIP)
+                    own = tl.maximum(own, magnitude_bits(x))
             if C != ABSENT:
+                if APART and R != ABSENT:
+                    v = _apart(v)
                 x = clip_to(v, tl.load(c_limit)) if C_CLIP else v
                 if C == TENSOR:
                     multiplier = tl.full([1, BN], multiplier_of(c_tensor), tl.float32)
@@ -213,14 +228,25 @@ def cast_kernel(
                 codes = encode(scaled, random, C_MAX, C_MANTISSA, C_BIAS, C_SR, STEPWISE, c_codes.dtype.element_ty)
                 tl.store(c_codes + at, tl.trans(codes), mask=inside_n[:, None] & inside_m[None, :])
                 if HISTORY:
-                    own, overflowed = _observe(v, scaled, own, overflowed, c_limit, OVERFLOW, RECORD, C_CLIP)
+                    own = tl.maximum(own, magnitude_bits(x))
 
     if HISTORY:
+        largest = tl.max(own)
         if RECORD:
-            count = tl.sum(overflowed, 0)
-            if count > 0:
-                tl.atomic_add(saturated, count.to(tl.int64), sem="relaxed")
-        tl.atomic_max(workspace, tl.max(own, 0), sem="relaxed")
+            multiplier = multiplier_of(r_tensor if R == TENSOR else c_tensor)
+            # Only where something saturates, which is rare, are the values computed once more and counted.
+            if largest.to(tl.float32, bitcast=True) * multiplier > OVERFLOW:
+                count = tl.zeros([BM, BN], tl.int32)
+                for i in range(LOOP):
+                    m = (pid_m * LOOP + i).to(tl.int64) * BM + tl.arange(0, BM)
+                    inside_m = _inside(m, M, EVEN)
+                    values = TILE(leaves, strides, m, n, inside_m, inside_n, ALIGNED)
+                    for p in tl.static_range(PIECES):
+                        v = tl.where(inside_m[:, None] & inside_n[None, :], values[p], 0.0)
+                        x = tl.abs(_clipped(v, r_limit, c_limit, R_CLIP, C_CLIP)) * multiplier
+                        count += ((x > OVERFLOW) & (x < float("inf"))).to(tl.int32)
+                tl.atomic_add(saturated, tl.sum(count).to(tl.int64), sem="relaxed")
+        tl.atomic_max(workspace, largest, sem="relaxed")
         if tl.atomic_add(workspace + 1, 1) == tl.num_programs(0) * tl.num_programs(1) - 1:
             largest = tl.atomic_max(workspace, 0)
             finite = largest < 0x7F800000
@@ -233,6 +259,15 @@ def cast_kernel(
             # Left as it was found, for the next launch.
             tl.atomic_xchg(workspace, 0)
             tl.atomic_xchg(workspace + 1, 0)
+
+
+@triton.jit
+def _apart(x):
+    """FP32 ``x`` through an instruction that compilers do not see through: what follows is computed once more.
+
+    Without it the layout of the transposed copy is imposed on the whole program, which is then computed twice.
+    """
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -254,11 +289,9 @@ def _random(key, bits, m, first, column, width, inside, MODE: tl.constexpr, BM: 
 
 
 @triton.jit
-def _observe(v, scaled, own, overflowed, limit, OVERFLOW: tl.constexpr, RECORD: tl.constexpr, CLIP: tl.constexpr):
-    bits = tl.max(magnitude_bits(v), 1)
-    if CLIP:
-        bits = clip_amax(bits, tl.load(limit))
-    if RECORD:
-        past = (tl.abs(scaled) > OVERFLOW) & (tl.abs(scaled) < float("inf"))
-        overflowed += tl.sum(past.to(tl.int32), 1)
-    return tl.maximum(own, bits), overflowed
+def _clipped(v, r_limit, c_limit, R_CLIP: tl.constexpr, C_CLIP: tl.constexpr):
+    if R_CLIP:
+        v = clip_to(v, tl.load(r_limit))
+    elif C_CLIP:
+        v = clip_to(v, tl.load(c_limit))
+    return v

@@ -28,13 +28,14 @@ from .program import Program, tile_function
 #: Triton's interpreter converts to FP8 by truncation: there every rounding is done by steps.
 _INTERPRETED = triton.knobs.runtime.interpret
 _NEAREST, _PHILOX, _GIVEN = 0, 1, 2
-#: Rows and columns of a tile, tiles a program, and warps.
-AMAX_TILE = (32, 256, 8, 8)
-CAST_TILE = (64, 128, 1, 4)
-#: With a history each program ends in a fence, so there are fewer of them.
-HISTORY_TILE = (64, 128, 4, 4)
+#: Rows and columns of a tile, the most tiles a program takes, and warps.
+AMAX_TILE = (64, 128, 64, 4)
+CAST_TILE = (32, 128, 4, 4)
 #: Blocks of 128 need tiles of 128.
 BLOCK_TILE = (128, 128, 1, 8)
+#: Programs that keep every multiprocessor of a large GPU busy several times over. What a program does once (scales,
+#: addresses, its part of the maximum) is paid for by few programs, so they take several tiles where there are many.
+_AMAX_PROGRAMS, _CAST_PROGRAMS = 512, 2048
 _CACHED = 4096
 
 
@@ -51,19 +52,24 @@ class _Launch:
     """One kernel with everything decided but its pointers; compiled at the first call."""
 
     def __init__(self, kernel: Any, grid: tuple[int, int], warps: int, constants: dict[str, Any]) -> None:
-        self.kernel, self.grid, self.warps, self.constants = kernel, (*grid, 1), warps, constants
+        self.kernel, self.grid, self.warps, self.constants = kernel, grid, warps, constants
         self.compiled: Any = None
         names = kernel.arg_names
         self.tail = tuple(constants[name] for name in names[len(names) - len(constants) :])
 
-    def __call__(self, aligned: bool, *arguments: Any) -> None:
-        """Launch; ``aligned`` says that every pointer is a multiple of 16, which compiled code may rely on."""
-        if aligned and self.compiled is not None:
-            self.compiled[self.grid](*arguments, *self.tail)
+    def __call__(self, stream: int | None, addresses: tuple[Any, ...], tensors: tuple[Any, ...]) -> None:
+        """Launch on ``stream`` with the ``addresses`` of ``tensors``.
+
+        Compiled code relies on addresses that are multiples of 16; where one is not, ``stream`` is None.
+        """
+        if stream is not None and self.compiled is not None:
+            # Addresses, not tensors: for each tensor the launcher would ask the driver whose memory it is. No hooks.
+            run, function, metadata = self.compiled
+            run(*self.grid, 1, stream, function, metadata, None, None, None, *addresses, *self.tail)
             return
-        compiled = self.kernel[self.grid](*arguments, **self.constants, num_warps=self.warps)
-        if aligned and not _INTERPRETED:
-            self.compiled = compiled
+        compiled = self.kernel[self.grid](*tensors, **self.constants, num_warps=self.warps)
+        if stream is not None and not _INTERPRETED:
+            self.compiled = compiled.run, compiled.function, compiled.packed_metadata
 
 
 class _Cast:
@@ -92,9 +98,9 @@ class _Cast:
         self.turned = _sizes(second, self.shape, 0)
         self.empty = self.shape[0] * self.shape[1] == 0
         if not self.empty:
-            self._decide(history, recording)
+            self._decide(leaves, history, recording)
 
-    def _decide(self, history: int | None, recording: bool) -> None:
+    def _decide(self, leaves: Sequence[Tensor], history: int | None, recording: bool) -> None:
         operands = (self.rows, self.columns)
         specs = [operand.spec for operand in operands if operand is not None]
         granularities = [operand and operand.spec.granularity for operand in operands]
@@ -102,8 +108,9 @@ class _Cast:
         padded = 0 if history is None else triton.next_power_of_2(history)
         self.history_length = history or 0
 
-        bm, bn, loop, warps = AMAX_TILE
+        bm, bn, loop, warps = self._tile(AMAX_TILE, _AMAX_PROGRAMS)
         grid = (triton.cdiv(self.count, bm * loop), triton.cdiv(self.width, bn))
+        even = self.count % (bm * loop) == 0 and self.width % bn == 0
         by_tensor, by_row, by_column = "tensor" in granularities, granularities[0] == "row", granularities[1] == "row"
         #: Partial maxima lie one after the other in one buffer: of the tensor, by row, by column.
         self.parts = (grid[0] * grid[1], grid[1] * self.program.pieces, grid[0])
@@ -117,7 +124,8 @@ class _Cast:
         self.amax = None
         if by_tensor or by_row or by_column:
             constants = {**common, "BY_TENSOR": by_tensor, "BY_ROW": by_row, "BY_COLUMN": by_column,
-                         "HISTORY": padded, "ALIGNED": self.row_aligned, "BM": bm, "BN": bn, "LOOP": loop}  # fmt: skip
+                         "HISTORY": padded, "ALIGNED": self.row_aligned, "EVEN": even, "BM": bm, "BN": bn,
+                         "LOOP": loop}  # fmt: skip
             self.amax = _Launch(amax_kernel, grid, warps, constants)
         self.row_scales = [
             None if not wanted else _scale_launch(operand, size, part)
@@ -129,7 +137,8 @@ class _Cast:
         blocked = any(spec.block is not None for spec in specs)
         if self.program.pieces > 1 and blocked:
             assert self.width % 128 == 0, "blocks do not reach over two results"
-        bm, bn, loop, warps = BLOCK_TILE if blocked else CAST_TILE if history is None else HISTORY_TILE
+        bm, bn, loop, warps = self._tile(BLOCK_TILE if blocked else CAST_TILE, _CAST_PROGRAMS)
+        even = self.count % (bm * loop) == 0 and self.width % bn == 0
         self.modes = [self._random_mode(operand) for operand in operands]
         constants = dict(common)
         for prefix, operand, mode in zip("RC", operands, self.modes, strict=True):
@@ -144,11 +153,24 @@ class _Cast:
                 f"{prefix}_POW2": bool(spec and spec.pow2),
                 f"{prefix}_CLIP": operand is not None and operand.clipped,
             }
-        constants |= {"SAME": self.same, "HISTORY": padded, "RECORD": recording, "OVERFLOW": overflow(specs[0]),
-                      "STEPWISE": _INTERPRETED, "ALIGNED": self.row_aligned, "BM": bm, "BN": bn,
-                      "LOOP": loop}  # fmt: skip
+        constants |= {
+            "SAME": self.same, "HISTORY": padded, "RECORD": recording, "OVERFLOW": overflow(specs[0]),
+            "STEPWISE": _INTERPRETED, "APART": self._apart(leaves), "ALIGNED": self.row_aligned, "EVEN": even,
+            "BM": bm, "BN": bn, "LOOP": loop,
+        }  # fmt: skip
         grid = (triton.cdiv(self.count, bm * loop), triton.cdiv(self.width, bn))
         self.cast = _Launch(cast_kernel, grid, warps, constants)
+
+    def _tile(self, tile: tuple[int, int, int, int], programs: int) -> tuple[int, int, int, int]:
+        """``tile`` with as many tiles a program as leave about ``programs`` of them."""
+        bm, bn, most, warps = tile
+        tiles = triton.cdiv(self.count, bm) * triton.cdiv(self.width, bn)
+        return bm, bn, max(1, min(most, tiles // programs)), warps
+
+    def _apart(self, leaves: Sequence[Tensor]) -> bool:
+        if _INTERPRETED:
+            return False
+        return bool(self.program.instructions) or any(leaf.dtype is torch.float32 for leaf in leaves)
 
     def _random_mode(self, operand: Operand | None) -> int:
         if operand is None or not operand.spec.sr:
@@ -180,32 +202,51 @@ class _Cast:
             random_bits(key, self.shape, key.device) if mode == _GIVEN and given is None and key is not None else given
             for mode, key, given in zip(self.modes, keys, bits, strict=True)
         ]
-        inputs = (*flat, *(t for t in (*limits, *keys, *bits) if t is not None), *(state or ()))
-        aligned = all(t.data_ptr() % 16 == 0 for t in inputs)
         history, pending, saturated, workspace = state or (like, like, like, like)
         if state is not None:
             # One scale, wherever the codes go.
             scale = second_scale = scale if self.rows is not None else second_scale
-        tensor_amax = like
+        stream = _stream(like, (*flat, *limits, *keys, *bits, *(state or ())))
+        partials: Sequence[Tensor] = (like, like, like)
         if self.amax is not None:
             buffer = torch.empty(sum(self.partial_sizes), dtype=torch.int32, device=like.device)
-            tensor_amax, row_amax, column_amax = buffer.split(self.partial_sizes)
-            self.amax(
-                aligned, flat, self.strides, self.count, self.width, tensor_amax, row_amax, column_amax, history,
-                self.history_length,
-            )  # fmt: skip
-            for launch, partials, target, limit in zip(
-                self.row_scales, (row_amax, column_amax), (scale, second_scale), limits, strict=True
+            partials = buffer.split(self.partial_sizes)
+            launch(
+                self.amax, stream, flat, self.strides, self.count, self.width, *partials, history, self.history_length
+            )
+            for scales, found, target, limit in zip(
+                self.row_scales, partials[1:], (scale, second_scale), limits, strict=True
             ):
-                if launch is not None:
-                    launch(aligned, partials, target, _or(limit, like))
-        self.cast(
-            aligned, flat, self.strides, self.count, self.width,
+                if scales is not None:
+                    kernel, parts, size = scales
+                    launch(kernel, stream, found, target, _or(limit, like), parts, size)
+        launch(
+            self.cast, stream, flat, self.strides, self.count, self.width,
             _or_empty(codes, like), _or_empty(scale, like), *(_or(t[0], like) for t in (limits, keys, bits)),
             _or_empty(turned, like), _or_empty(second_scale, like), *(_or(t[1], like) for t in (limits, keys, bits)),
-            tensor_amax, self.parts[0], history, self.history_length, pending, saturated, workspace,
+            partials[0], self.parts[0], history, self.history_length, pending, saturated, workspace,
         )  # fmt: skip
         return codes, scale, turned, second_scale
+
+
+def launch(kernel: _Launch, stream: int | None, *arguments: Any) -> None:
+    """Launch ``kernel`` with tensors, tuples of tensors or of integers, and integers."""
+    addresses = arguments
+    if stream is not None and kernel.compiled is not None:
+        addresses = tuple(
+            a.data_ptr() if isinstance(a, Tensor)
+            else tuple(t.data_ptr() if isinstance(t, Tensor) else t for t in a) if isinstance(a, tuple)
+            else a
+            for a in arguments
+        )  # fmt: skip
+    kernel(stream, addresses, arguments)
+
+
+def _stream(like: Tensor, inputs: Sequence[Tensor | None]) -> int | None:
+    """The current stream of the tensors' device; None where an address is not a multiple of 16, or off the GPU."""
+    if not like.is_cuda or any(t is not None and t.data_ptr() % 16 for t in inputs):
+        return None
+    return torch._C._cuda_getCurrentRawStream(like.device.index)
 
 
 _casts: dict[Any, _Cast] = {}
@@ -249,16 +290,11 @@ def launch_cast(
     return found.run(leaves, limits, keys, bits, state)
 
 
-def _scale_launch(operand: Operand | None, size: int, parts: int) -> Any:
+def _scale_launch(operand: Operand | None, size: int, parts: int) -> tuple[_Launch, int, int]:
     assert operand is not None
     element = operand.spec.fmt.element
     constants = {"MAX": element.max, "POW2": operand.spec.pow2, "CLIP": operand.clipped, "PARTS": 32, "BLOCK": 128}
-    launch = _Launch(scale_kernel, (triton.cdiv(size, 128), 1), 4, constants)
-
-    def run(aligned: bool, partials: Tensor, target: Tensor, limit: Tensor) -> None:
-        launch(aligned, partials, target, limit, parts, size)
-
-    return run
+    return _Launch(scale_kernel, (triton.cdiv(size, 128), 1), 4, constants), parts, size
 
 
 def _flatten(leaf: Tensor, kind: str, leaves: Sequence[Tensor]) -> tuple[Any, int]:

@@ -58,11 +58,12 @@ def encode(x, bits, largest: tl.constexpr, mantissa: tl.constexpr, bias: tl.cons
            stepwise: tl.constexpr, dtype: tl.constexpr):  # fmt: skip
     """FP32 ``x``, scaled, to FP8 codes of ``dtype``; saturates, NaN stays NaN.
 
-    ``stepwise`` rounds to nearest by the reference's own steps where the conversion instruction cannot be relied on.
+    ``stepwise`` rounds to nearest by the reference's own steps where the conversion instruction (cvt.rn.satfinite)
+    is not there.
     """
-    clamped = tl.minimum(tl.maximum(x, -largest, tl.PropagateNan.ALL), largest, tl.PropagateNan.ALL)
     if mode == NEAREST and not stepwise:
-        return clamped.to(dtype)
+        return x.to(dtype)
+    clamped = tl.minimum(tl.maximum(x, -largest, tl.PropagateNan.ALL), largest, tl.PropagateNan.ALL)
     exponent = tl.maximum(clamped.to(tl.int32, bitcast=True) & 0x7F800000, (128 - bias) << 23)
     step = exponent - (mantissa << 23)
     inverse = ((254 << 23) - step).to(tl.float32, bitcast=True)
