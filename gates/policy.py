@@ -41,10 +41,11 @@ class StabilityLimits(_Section):
     max_spikes: int = Field(default=0, ge=0)
     #: A candidate diverged where its last tenth's mean loss exceeds this multiple of the baseline's.
     divergence_ratio: float = Field(default=1.1, gt=1)
-    #: Largest share of saturated elements, and of non-zero elements turned into zeros, of any quantized tensor.
-    max_saturation: Share = Field(default=0.01, ge=0, le=1)
+    #: Largest share of saturated elements, and of non-zero elements turned into zeros, of any quantized tensor. MX's
+    #: floor rule saturates 2 % to 3 % of a Gaussian tensor by construction (measured: 2.2 % of mxfp4's gradients).
+    max_saturation: Share = Field(default=0.05, ge=0, le=1)
     max_underflow: Share = Field(default=0.5, ge=0, le=1)
-    #: Quantized tensors are counted in the first two steps of a training and in every so manieth.
+    #: Quantized tensors are counted in the first step of a training and in every so manieth.
     observe_every: int = Field(default=25, ge=1)
 
 
