@@ -156,7 +156,7 @@ def _parts(
     )
     part_job = replace(job, recipes=tuple(recipes))
     if device.type == "cuda":
-        by_seed = train_in_process(part_job, task, part_job.arms(task, device), seeds, progress)
+        by_seed = train_in_process(part_job, task, part_job.arms(task, device), seeds, progress, keep=False)
     else:
         by_seed = train_seeds(part_job, seeds, progress)
     pairs = [[by_seed[seed][i] for seed in seeds] for i in range(len(recipes))]

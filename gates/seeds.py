@@ -61,11 +61,17 @@ def train_seed(
 
 
 def train_in_process(
-    job: Job, task: Task, arms: Sequence[tuple[str, Arm]], seeds: Sequence[int], progress: Progress
+    job: Job,
+    task: Task,
+    arms: Sequence[tuple[str, Arm]],
+    seeds: Sequence[int],
+    progress: Progress,
+    *,
+    keep: bool = True,
 ) -> dict[int, list[Pair]]:
     """Train arm by arm in this process, so that each is compiled once and its peak memory is its own.
 
-    Leaves the arms parked.
+    Leaves the arms parked; or, without ``keep``, drops their models, of which many would fill the host's memory.
 
     Returns:
         By seed, one pair a candidate.
@@ -77,7 +83,7 @@ def train_in_process(
             for seed in seeds:
                 runs.append(job.train(arm, seed, watcher(seed, name, progress.step)))
                 progress.trained(seed, name)
-            arm.park()
+            arm.park() if keep else arm.discard()
             by_arm.append(runs)
     pairing = Pairing(task, job.limits)
     return {

@@ -1,10 +1,10 @@
 """Watching tensors in some steps of a training: what the formats do to operands, and which gradients arrive.
 
-**Which steps.** Losses and gradient norms are watched in every step, tensors in the first and in every n-th, the policy's
-``stability.observe_every``. The steps just after the first are left out on purpose: weights that start small grow by
-large factors there, a delayed scale lags behind by construction, and it says nothing of the training that follows.
-Counting reads every operand a few times over, about the price of another step, so at the default of 25 it adds a few
-percent to training and nothing to what is timed.
+**Which steps.** Losses and gradient norms are watched in every step, tensors in the first and in every n-th, the
+policy's ``stability.observe_every``. The steps just after the first are left out on purpose: weights that start small
+grow by large factors there, a delayed scale lags behind by construction, and it says nothing of the training that
+follows. Counting reads every operand a few times over, about the price of another step, so at the default of 25 it adds
+a few percent to training and nothing to what is timed.
 
 **How, under torch.compile.** An eager arm counts within the training step itself. A compiled arm runs the batch once
 more, uncompiled, before the step: hooks inside the graph would break its fusions, and then what is trained would no

@@ -210,6 +210,11 @@ class Arm:
             gc.collect()
             torch.cuda.empty_cache()
 
+    def discard(self) -> None:
+        """Drop the model and what was compiled of it; the next training builds them anew."""
+        self.park()
+        self._model = self._callable = self._plan = self._fresh_state = None
+
     def batches(self, seed: int) -> tuple[Iterator[Any], int | None]:
         """Return the training batches of a seed, at most ``steps`` of them, and how many there are."""
         source = self.task.train_batches(seed)
@@ -253,9 +258,11 @@ class Arm:
                 first_batch = fingerprint(tensors(batch))
             batch = to_device(batch, self.device)
             if self.compiled and tensor_watch.due(step):
-                peak = self._peak(peak)
+                peak, begun = self._peak(peak), time.perf_counter()
                 tensor_watch.probe(step, model, lambda batch=batch: loss_of(model, batch))
                 self._reset_peak()
+                if step == 1:  # what the first step takes is compilation, not counting
+                    started += time.perf_counter() - begun
             optimizer.zero_grad(set_to_none=True)
             with contextlib.nullcontext() if self.compiled else tensor_watch.within(step):
                 loss = loss_of(self._callable, batch)

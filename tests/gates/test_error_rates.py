@@ -33,13 +33,13 @@ def test_a_loss_at_the_margin_is_accepted_no_more_often_than_alpha(measurements,
     assert 0.02 < rate < ALLOWED
 
 
-@pytest.mark.parametrize("n", [5, 8])
+@pytest.mark.parametrize("n", [5, 8, 12])
 def test_a_loss_at_the_margin_is_rejected_no_more_often_than_alpha(measurements, n: int) -> None:
     rate = status_rate(lambda rng: measurements(MARGIN + 3e-4 * rng.standard_normal(n)), "ne", "fail", n)
     assert 0.02 < rate < ALLOWED
 
 
-@pytest.mark.parametrize(("n", "power"), [(5, 0.58), (8, 0.82)])
+@pytest.mark.parametrize(("n", "power"), [(5, 0.58), (8, 0.82), (12, 0.95)])
 def test_half_the_margin_passes_with_the_power_that_theory_gives(measurements, n: int, power: float) -> None:
     rate = status_rate(lambda rng: measurements(MARGIN / 2 + MARGIN / 2 * rng.standard_normal(n)), "ne", "pass", n)
     assert rate == pytest.approx(power, abs=0.05)

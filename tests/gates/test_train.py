@@ -222,7 +222,8 @@ def test_an_arm_is_compiled_once_and_every_seed_starts_afresh(
     eager = train.Arm(load_task("ranker:good"), CPU, loaded, steps=10)
     np.testing.assert_allclose(eager.train(0, quiet).losses, first.losses, rtol=1e-5 if recipe is None else 1e-2)
     assert eager.train(1, quiet).weights == other.weights
-    arm.park()
+    arm.discard()
+    assert arm._model is None
 
 
 @pytest.mark.gpu
