@@ -150,7 +150,8 @@ def cast_kernel(
     n = pid_n * BN + tl.arange(0, BN)
     inside_n = _inside(n, N, EVEN)
     width = N * PIECES
-    own = tl.zeros([BM, BN], tl.int32)
+    own = tl.zeros([BM], tl.int32)
+    overflowed = tl.zeros([BM], tl.int32)
     first_program = (pid_m == 0) & (pid_n == 0)
 
     r_tensor, c_tensor = 1.0, 1.0
@@ -206,7 +207,9 @@ def cast_kernel(
                                        c_codes.dtype.element_ty)  # fmt: skip
                     tl.store(c_codes + at, tl.trans(codes), mask=inside_n[:, None] & inside_m[None, :])
                 if HISTORY:
-                    own = tl.maximum(own, magnitude_bits(x))
+                    own = tl.maximum(own, tl.max(magnitude_bits(x), 1))
+                    if RECORD:
+                        overflowed += _past(scaled, OVERFLOW)
             if C != ABSENT:
                 if APART and R != ABSENT:
                     v = _apart(v)
@@ -228,25 +231,16 @@ def cast_kernel(
                 codes = encode(scaled, random, C_MAX, C_MANTISSA, C_BIAS, C_SR, STEPWISE, c_codes.dtype.element_ty)
                 tl.store(c_codes + at, tl.trans(codes), mask=inside_n[:, None] & inside_m[None, :])
                 if HISTORY:
-                    own = tl.maximum(own, magnitude_bits(x))
+                    own = tl.maximum(own, tl.max(magnitude_bits(x), 1))
+                    if RECORD:
+                        overflowed += _past(scaled, OVERFLOW)
 
     if HISTORY:
-        largest = tl.max(own)
         if RECORD:
-            multiplier = multiplier_of(r_tensor if R == TENSOR else c_tensor)
-            # Only where something saturates, which is rare, are the values computed once more and counted.
-            if largest.to(tl.float32, bitcast=True) * multiplier > OVERFLOW:
-                count = tl.zeros([BM, BN], tl.int32)
-                for i in range(LOOP):
-                    m = (pid_m * LOOP + i).to(tl.int64) * BM + tl.arange(0, BM)
-                    inside_m = _inside(m, M, EVEN)
-                    values = TILE(leaves, strides, m, n, inside_m, inside_n, ALIGNED)
-                    for p in tl.static_range(PIECES):
-                        v = tl.where(inside_m[:, None] & inside_n[None, :], values[p], 0.0)
-                        x = tl.abs(_clipped(v, r_limit, c_limit, R_CLIP, C_CLIP)) * multiplier
-                        count += ((x > OVERFLOW) & (x < float("inf"))).to(tl.int32)
-                tl.atomic_add(saturated, tl.sum(count).to(tl.int64), sem="relaxed")
-        tl.atomic_max(workspace, largest, sem="relaxed")
+            count = tl.sum(overflowed, 0)
+            if count > 0:
+                tl.atomic_add(saturated, count.to(tl.int64), sem="relaxed")
+        tl.atomic_max(workspace, tl.max(own, 0), sem="relaxed")
         if tl.atomic_add(workspace + 1, 1) == tl.num_programs(0) * tl.num_programs(1) - 1:
             largest = tl.atomic_max(workspace, 0)
             finite = largest < 0x7F800000
@@ -289,9 +283,7 @@ def _random(key, bits, m, first, column, width, inside, MODE: tl.constexpr, BM: 
 
 
 @triton.jit
-def _clipped(v, r_limit, c_limit, R_CLIP: tl.constexpr, C_CLIP: tl.constexpr):
-    if R_CLIP:
-        v = clip_to(v, tl.load(r_limit))
-    elif C_CLIP:
-        v = clip_to(v, tl.load(c_limit))
-    return v
+def _past(scaled, OVERFLOW: tl.constexpr):
+    """How many elements of each row of a tile saturate; what is not finite is no saturation."""
+    magnitude = tl.abs(scaled)
+    return tl.sum(((magnitude > OVERFLOW) & (magnitude < float("inf"))).to(tl.int32), 1)

@@ -30,11 +30,13 @@ _INTERPRETED = triton.knobs.runtime.interpret
 _NEAREST, _PHILOX, _GIVEN = 0, 1, 2
 #: Rows and columns of a tile, the most tiles a program takes, and warps.
 AMAX_TILE = (64, 128, 64, 4)
-CAST_TILE = (32, 128, 4, 4)
-#: Blocks of 128 need tiles of 128.
-BLOCK_TILE = (128, 128, 1, 8)
-#: Programs that keep every multiprocessor of a large GPU busy several times over. What a program does once (scales,
-#: addresses, its part of the maximum) is paid for by few programs, so they take several tiles where there are many.
+CAST_TILE = (32, 128, 1, 4)
+#: With a history each program ends in a fence, so there are fewer of them.
+HISTORY_TILE = (32, 128, 4, 4)
+#: Blocks of 128 need tiles of 128; a program of some length needs the registers of more warps.
+BLOCK_TILE, PROGRAM_BLOCK_TILE = (128, 128, 1, 4), (128, 128, 1, 8)
+#: Programs that keep every multiprocessor of a large GPU busy several times over: where there are more tiles than that,
+#: a program takes several.
 _AMAX_PROGRAMS, _CAST_PROGRAMS = 512, 2048
 _CACHED = 4096
 
@@ -57,19 +59,19 @@ class _Launch:
         names = kernel.arg_names
         self.tail = tuple(constants[name] for name in names[len(names) - len(constants) :])
 
-    def __call__(self, stream: int | None, addresses: tuple[Any, ...], tensors: tuple[Any, ...]) -> None:
-        """Launch on ``stream`` with the ``addresses`` of ``tensors``.
-
-        Compiled code relies on addresses that are multiples of 16; where one is not, ``stream`` is None.
-        """
-        if stream is not None and self.compiled is not None:
-            # Addresses, not tensors: for each tensor the launcher would ask the driver whose memory it is. No hooks.
-            run, function, metadata = self.compiled
-            run(*self.grid, 1, stream, function, metadata, None, None, None, *addresses, *self.tail)
-            return
-        compiled = self.kernel[self.grid](*tensors, **self.constants, num_warps=self.warps)
-        if stream is not None and not _INTERPRETED:
+    def first(self, keep: bool, *arguments: Any) -> None:
+        """Launch through Triton, which compiles what it has not seen; ``keep`` the result for :meth:`again`."""
+        compiled = self.kernel[self.grid](*arguments, **self.constants, num_warps=self.warps)
+        if keep and not _INTERPRETED:
             self.compiled = compiled.run, compiled.function, compiled.packed_metadata
+
+    def again(self, stream: int, *arguments: Any) -> None:
+        """Launch what was compiled on ``stream``; addresses, not tensors.
+
+        For each tensor the launcher would ask the driver whose memory it is.
+        """
+        run, function, metadata = self.compiled
+        run(*self.grid, 1, stream, function, metadata, None, None, None, *arguments, *self.tail)
 
 
 class _Cast:
@@ -119,8 +121,9 @@ class _Cast:
             self.parts[1] * self.count if by_row else 0,
             self.parts[2] * self.shape[1] if by_column else 0,
         )
-        # Each begins on a multiple of 16 bytes, as compiled kernels rely on.
-        self.partial_sizes = tuple((size + 3) // 4 * 4 for size in sizes)
+        # Each begins on a multiple of 16 bytes, as compiled kernels rely on, and none is empty.
+        first, second, third = ((size + 7) // 4 * 4 for size in sizes)
+        self.offsets, self.scratch = (first, first + second), first + second + third
         self.amax = None
         if by_tensor or by_row or by_column:
             constants = {**common, "BY_TENSOR": by_tensor, "BY_ROW": by_row, "BY_COLUMN": by_column,
@@ -137,7 +140,7 @@ class _Cast:
         blocked = any(spec.block is not None for spec in specs)
         if self.program.pieces > 1 and blocked:
             assert self.width % 128 == 0, "blocks do not reach over two results"
-        bm, bn, loop, warps = self._tile(BLOCK_TILE if blocked else CAST_TILE, _CAST_PROGRAMS)
+        bm, bn, loop, warps = self._tile(self._cast_tile(blocked, history is not None), _CAST_PROGRAMS)
         even = self.count % (bm * loop) == 0 and self.width % bn == 0
         self.modes = [self._random_mode(operand) for operand in operands]
         constants = dict(common)
@@ -160,6 +163,11 @@ class _Cast:
         }  # fmt: skip
         grid = (triton.cdiv(self.count, bm * loop), triton.cdiv(self.width, bn))
         self.cast = _Launch(cast_kernel, grid, warps, constants)
+
+    def _cast_tile(self, blocked: bool, history: bool) -> tuple[int, int, int, int]:
+        if blocked:
+            return PROGRAM_BLOCK_TILE if self.program.instructions else BLOCK_TILE
+        return HISTORY_TILE if history else CAST_TILE
 
     def _tile(self, tile: tuple[int, int, int, int], programs: int) -> tuple[int, int, int, int]:
         """``tile`` with as many tiles a program as leave about ``programs`` of them."""
@@ -188,65 +196,91 @@ class _Cast:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Launch; return codes and scales of both operands (empty tensors for what there is not)."""
         like = leaves[0]
-        codes, scale = _allocate(like, self.codes)
-        turned, second_scale = _allocate(like, self.turned)
-        if self.same:
-            second_scale = scale.new_empty(0)
+        device = like.device
+        nothing = None
+        if self.codes is None or self.turned is None or self.same:
+            nothing = torch.empty(0, dtype=torch.float8_e4m3fn, device=device)
+        codes, scale = _allocate(device, self.codes, nothing)
+        turned, second_scale = _allocate(device, self.turned, nothing, scaled=not self.same)
         if self.empty:
             # Nothing to find a maximum of: the scales of empty groups are 1.
             return codes, scale.fill_(1.0), turned, second_scale.fill_(1.0)
         flat = tuple(leaves) if self.as_they_are else tuple(
             apply(leaf) for leaf, (apply, _) in zip(leaves, self.layout, strict=True)
         )  # fmt: skip
-        bits = [
-            random_bits(key, self.shape, key.device) if mode == _GIVEN and given is None and key is not None else given
-            for mode, key, given in zip(self.modes, keys, bits, strict=True)
-        ]
-        history, pending, saturated, workspace = state or (like, like, like, like)
+        if _GIVEN in self.modes:
+            bits = [
+                random_bits(key, self.shape, key.device)
+                if mode == _GIVEN and given is None and key is not None
+                else given
+                for mode, key, given in zip(self.modes, keys, bits, strict=True)
+            ]
         if state is not None:
             # One scale, wherever the codes go.
             scale = second_scale = scale if self.rows is not None else second_scale
-        stream = _stream(like, (*flat, *limits, *keys, *bits, *(state or ())))
-        partials: Sequence[Tensor] = (like, like, like)
-        if self.amax is not None:
-            buffer = torch.empty(sum(self.partial_sizes), dtype=torch.int32, device=like.device)
-            partials = buffer.split(self.partial_sizes)
-            launch(
-                self.amax, stream, flat, self.strides, self.count, self.width, *partials, history, self.history_length
-            )
-            for scales, found, target, limit in zip(
-                self.row_scales, partials[1:], (scale, second_scale), limits, strict=True
-            ):
-                if scales is not None:
-                    kernel, parts, size = scales
-                    launch(kernel, stream, found, target, _or(limit, like), parts, size)
-        launch(
-            self.cast, stream, flat, self.strides, self.count, self.width,
-            _or_empty(codes, like), _or_empty(scale, like), *(_or(t[0], like) for t in (limits, keys, bits)),
-            _or_empty(turned, like), _or_empty(second_scale, like), *(_or(t[1], like) for t in (limits, keys, bits)),
-            partials[0], self.parts[0], history, self.history_length, pending, saturated, workspace,
-        )  # fmt: skip
+        scratch = torch.empty(self.scratch, dtype=torch.int32, device=device) if self.amax is not None else like
+        tensors = (codes, scale, turned, second_scale, scratch)
+        if not (like.is_cuda and self._again(flat, tensors, limits, keys, bits, state)):
+            self._first(flat, tensors, limits, keys, bits, state)
         return codes, scale, turned, second_scale
 
-
-def launch(kernel: _Launch, stream: int | None, *arguments: Any) -> None:
-    """Launch ``kernel`` with tensors, tuples of tensors or of integers, and integers."""
-    addresses = arguments
-    if stream is not None and kernel.compiled is not None:
-        addresses = tuple(
-            a.data_ptr() if isinstance(a, Tensor)
-            else tuple(t.data_ptr() if isinstance(t, Tensor) else t for t in a) if isinstance(a, tuple)
-            else a
-            for a in arguments
+    def _again(self, flat: Any, tensors: Any, limits: Any, keys: Any, bits: Any, state: Any) -> bool:
+        """Launch what is compiled already; False where it is not, or relies on aligned addresses that are not."""
+        if self.cast.compiled is None:
+            return False
+        leaves = tuple([leaf.data_ptr() for leaf in flat])
+        optional = [0 if t is None else t.data_ptr() for t in (*limits, *keys, *bits, *(state or ()))]
+        misaligned = 0
+        for address in leaves:
+            misaligned |= address
+        for address in optional:
+            misaligned |= address
+        if misaligned % 16:
+            return False
+        # The current stream of the tensors' device, as PyTorch's own launches take it.
+        stream = torch._C._cuda_getCurrentRawStream(flat[0].device.index)
+        codes, scale, turned, second_scale, scratch = [t.data_ptr() for t in tensors]
+        r_limit, c_limit, r_key, c_key, r_bits, c_bits, *history = optional
+        history, pending, saturated, workspace = history or (0, 0, 0, 0)
+        size, length = (self.count, self.width), self.history_length
+        if self.amax is not None:
+            by_row, by_column = scratch + 4 * self.offsets[0], scratch + 4 * self.offsets[1]
+            self.amax.again(stream, leaves, self.strides, *size, scratch, by_row, by_column, history, length)
+            if self.row_scales[0] is not None:
+                kernel, parts, count = self.row_scales[0]
+                kernel.again(stream, by_row, scale, r_limit, parts, count)
+            if self.row_scales[1] is not None:
+                kernel, parts, count = self.row_scales[1]
+                kernel.again(stream, by_column, second_scale, c_limit, parts, count)
+        self.cast.again(
+            stream, leaves, self.strides, *size, codes, scale, r_limit, r_key, r_bits, turned, second_scale, c_limit,
+            c_key, c_bits, scratch, self.parts[0], history, length, pending, saturated, workspace,
         )  # fmt: skip
-    kernel(stream, addresses, arguments)
+        return True
 
-
-def _stream(like: Tensor, inputs: Sequence[Tensor | None]) -> int | None:
-    """The current stream of the tensors' device; None where an address is not a multiple of 16, or off the GPU."""
-    if not like.is_cuda or any(t is not None and t.data_ptr() % 16 for t in inputs):
-        return None
-    return torch._C._cuda_getCurrentRawStream(like.device.index)
+    def _first(self, flat: Any, tensors: Any, limits: Any, keys: Any, bits: Any, state: Any) -> None:
+        """The same launches through Triton, with tensors; an argument that a kernel ignores is any tensor."""
+        like = flat[0]
+        codes, scale, turned, second_scale, scratch = [t if t.numel() else like for t in tensors]
+        (r_limit, c_limit), (r_key, c_key), (r_bits, c_bits) = [
+            [like if t is None else t for t in pair] for pair in (limits, keys, bits)
+        ]
+        history, pending, saturated, workspace = state or (like, like, like, like)
+        keep = all(t is None or t.data_ptr() % 16 == 0 for t in (*flat, *limits, *keys, *bits, *(state or ())))
+        size, length = (self.count, self.width), self.history_length
+        if self.amax is not None:
+            by_row, by_column = scratch[self.offsets[0] :], scratch[self.offsets[1] :]
+            self.amax.first(keep, flat, self.strides, *size, scratch, by_row, by_column, history, length)
+            for found, partials, target, limit in zip(
+                self.row_scales, (by_row, by_column), (scale, second_scale), (r_limit, c_limit), strict=True
+            ):
+                if found is not None:
+                    kernel, parts, count = found
+                    kernel.first(keep, partials, target, limit, parts, count)
+        self.cast.first(
+            keep, flat, self.strides, *size, codes, scale, r_limit, r_key, r_bits, turned, second_scale, c_limit,
+            c_key, c_bits, scratch, self.parts[0], history, length, pending, saturated, workspace,
+        )  # fmt: skip
 
 
 _casts: dict[Any, _Cast] = {}
@@ -329,20 +363,14 @@ def _sizes(operand: Operand | None, shape: tuple[int, int], dim: int) -> Any:
     return operand_sizes(operand.spec, shape, dim), torch_dtype(operand.spec.fmt.element)
 
 
-def _allocate(like: Tensor, sizes: Any) -> tuple[Tensor, Tensor]:
+def _allocate(
+    device: torch.device, sizes: Any, nothing: Tensor | None, *, scaled: bool = True
+) -> tuple[Tensor, Tensor]:
     if sizes is None:
-        return like.new_empty(0, dtype=torch.float8_e4m3fn), like.new_empty(0, dtype=torch.float32)
+        assert nothing is not None
+        return nothing, nothing.new_empty(0, dtype=torch.float32)
     (codes, scale), dtype = sizes
     return (
-        torch.empty(codes, dtype=dtype, device=like.device),
-        torch.empty(scale, dtype=torch.float32, device=like.device),
+        torch.empty(codes, dtype=dtype, device=device),
+        torch.empty(scale if scaled else 0, dtype=torch.float32, device=device),
     )
-
-
-def _or(tensor: Tensor | None, like: Tensor) -> Tensor:
-    """A pointer for an argument that the kernel does not look at."""
-    return like if tensor is None else tensor
-
-
-def _or_empty(tensor: Tensor, like: Tensor) -> Tensor:
-    return tensor if tensor.numel() else like
