@@ -114,13 +114,14 @@ def _tensors(observed: Observed) -> dict[str, Any]:
 
 
 def _worst(operands: list[Operand]) -> tuple[Operand, ...]:
+    noise = [float("inf") if o.sqnr_db is None else o.sqnr_db for o in operands]
     orders = (
-        sorted(operands, key=lambda o: -o.worst_saturated),
-        sorted(operands, key=lambda o: -o.worst_underflowed),
-        sorted(operands, key=lambda o: float("inf") if o.sqnr_db is None else o.sqnr_db),
+        sorted((o for o in operands if o.worst_saturated > 0), key=lambda o: -o.worst_saturated),
+        sorted((o for o in operands if o.worst_underflowed > 0), key=lambda o: -o.worst_underflowed),
+        [operands[i] for i in sorted(range(len(operands)), key=lambda i: noise[i])],
     )
     picked: dict[tuple[str, str, str], Operand] = {}
     for order, count in zip(orders, _LISTED, strict=True):
         for operand in order[:count]:
             picked.setdefault((operand.layer, operand.path, operand.operand), operand)
-    return tuple(picked.values())
+    return tuple(sorted(picked.values(), key=lambda o: -max(o.worst_saturated, o.worst_underflowed)))
