@@ -64,7 +64,7 @@ def inspect_command(options: InspectOptions) -> None:
         print("  ".join(cells).rstrip())
     print(
         "Saturated and clipped: shares of all elements; underflowed: of the non-zero ones; each at its worst step."
-        " An operand that two paths share stands under the one that it was quantized for."
+        " Codes that two paths share may stand under one of them only."
     )
 
 

@@ -5,7 +5,7 @@ under a compiler the hook is a constant branch that the graph does not contain, 
 nothing, and a compiled product is not counted. Whoever trains compiled runs a sampled batch once more without
 compilation. All sums stay on the device until :meth:`Observer.result` fetches them at once.
 
-An operand that two paths share is quantized once and counted once, under the path that it was quantized for.
+Codes that two paths share may be counted once only, under the path that they were made for.
 """
 
 from __future__ import annotations

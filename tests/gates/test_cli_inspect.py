@@ -38,9 +38,10 @@ def test_a_format_without_range_shows_where_it_underflows(room: Path, narrowgate
     )
     _, out, _ = narrowgate("inspect", "narrow.yaml", "--task", "ranker:good", "--steps", "2", "--json", "-q")
     operands = {(o["layer"], o["path"], o["operand"]): o for o in json.loads(out)["operands"]}
-    gradient = operands["body", "wgrad", "grad"]
-    assert gradient["worst_underflowed"] > 0.05
-    assert gradient["sqnr_db"] < operands["body", "fprop", "input"]["sqnr_db"]
+    narrow, wide = operands["head", "wgrad", "input"], operands["head", "fprop", "input"]
+    assert (narrow["format"], wide["format"]) == ("fp4_e2m1/tensor", "fp8_e4m3/tensor")
+    assert narrow["worst_underflowed"] > 0.05 > wide["worst_underflowed"]
+    assert narrow["sqnr_db"] < wide["sqnr_db"] - 10
 
 
 @pytest.mark.parametrize(
