@@ -13,7 +13,7 @@ import gc
 import itertools
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,9 +25,10 @@ from torch import Tensor, nn
 from ..precision.errors import NarrowgateError
 from .arithmetic import Arithmetic
 from .batches import fingerprint, length, tensors, to_device, weights_fingerprint
+from .predictions import Predicted, predict
 from .rows import rows_for
 from .stability import NOT_OBSERVED, Observed
-from .task import Prediction, Task, make_optimizer
+from .task import Task, make_optimizer
 from .tensor_watch import TensorWatch
 
 if TYPE_CHECKING:
@@ -43,8 +44,6 @@ _FETCH_EVERY = 20
 _RECOMPILES = 64
 #: A draw is numbered optimizer step * 2**32 + forward: room for 2**20 steps a seed.
 _DRAWS_A_SEED_BITS = 52
-#: A mark with more values than this names rows rather than slices of them.
-_MOST_SLICES = 100
 #: What both arms' optimizers must agree on, as far as they have it.
 _HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "amsgrad")
 
@@ -137,18 +136,20 @@ class Arm:
         tensors_watch = self._tensor_watch()
         fit = self._fit(seed, watch, tensors_watch)
         broken = not (np.isfinite(fit.losses).all() and np.isfinite(fit.norms).all())
-        predicted = (None, None, None, None, {}) if broken else self._predict()
+        assert self._model is not None
+        # Not the compiled one: a second graph an arm costs a minute to compile, for some batches.
+        predicted = Predicted() if broken else predict(self.task, self._model, self.device)
         return Trained(
             seed=seed,
             weights=weights,
             first_batch=fit.first_batch,
             losses=fit.losses,
             gradient_norms=fit.norms,
-            logits=predicted[0],
-            labels=predicted[1],
-            row_weights=predicted[2],
-            groups=predicted[3],
-            slices=predicted[4],
+            logits=predicted.logits,
+            labels=predicted.labels,
+            row_weights=predicted.weights,
+            groups=predicted.groups,
+            slices=predicted.slices,
             peak_memory=fit.peak,
             seconds=time.perf_counter() - started,
             first_step_seconds=fit.first_step_seconds,
@@ -305,35 +306,6 @@ class Arm:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
 
-    def _predict(self) -> tuple[Any, Any, Any, Any, dict[str, NDArray[np.bool_]]]:
-        # Not the compiled one: a second graph an arm costs a minute to compile, for some batches.
-        assert self._model is not None
-        self._model.eval()
-        parts: list[Prediction] = []
-        with torch.no_grad(), Arithmetic.of(self.device).context():
-            for batch in self.task.eval_batches():
-                prediction = self.task.predict(self._model, to_device(batch, self.device))
-                parts.append(_checked(prediction))
-        self._model.train()
-        if not parts:
-            raise NarrowgateError("eval_batches() yielded no batch")
-
-        def join(name: str, dtype: torch.dtype) -> Any:
-            values = [getattr(part, name) for part in parts]
-            if all(value is None for value in values):
-                return None
-            if any(value is None for value in values):
-                raise NarrowgateError(f"predict() returned {name} for some batches only")
-            return torch.cat(values).to("cpu", dtype).numpy()
-
-        return (
-            join("logits", torch.float64),
-            join("labels", torch.float64),
-            join("weights", torch.float64),
-            join("groups", torch.int64),
-            slice_masks([part.slices or {} for part in parts]),
-        )
-
     def _reset_recipe(self, seed: int) -> None:
         """Start the recipe's own state (scales, random streams) anew without touching the compiled graph."""
         from ..recipes import load_recipe_state, recipe_state
@@ -391,28 +363,6 @@ def _plain(value: Any) -> Any:
     return float(value) if isinstance(value, Tensor) else value
 
 
-def slice_masks(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, NDArray[np.bool_]]:
-    """Return the rows of each slice, [rows] bool by its name, from the batches' marks.
-
-    Raises:
-        NarrowgateError: batches mark different slices, or a mark has too many values to be one.
-    """
-    names = list(parts[0])
-    if any(list(part) != names for part in parts):
-        raise NarrowgateError("predict() marked different slices in different batches")
-    found: dict[str, NDArray[np.bool_]] = {}
-    for name in names:
-        marks = torch.cat([part[name] for part in parts]).cpu().numpy()
-        if marks.dtype == np.bool_:
-            found[name] = marks
-            continue
-        values = np.unique(marks)
-        if len(values) > _MOST_SLICES:
-            raise NarrowgateError(f"slice '{name}' has {len(values)} values, expected at most {_MOST_SLICES}")
-        found |= {f"{name}={value}": marks == value for value in values.tolist()}
-    return found
-
-
 def _dropout_seed(seed: int) -> int:
     # Apart from the seed that drew the weights, so that masks are not a function of them.
     return (seed * 0x9E3779B1 + 0x7F4A7C15) % 2**63
@@ -428,24 +378,3 @@ def _copy_state(source: nn.Module, target: nn.Module) -> None:
             value.copy_(fresh[name])
             if isinstance(value, nn.Parameter):
                 value.grad = None
-
-
-def _checked(prediction: Any) -> Prediction:
-    if not isinstance(prediction, Prediction):
-        raise NarrowgateError(f"predict() returned a {type(prediction).__name__}, expected a Prediction")
-    logits, labels = prediction.logits, prediction.labels
-    if logits.ndim != 2 or labels.shape != logits.shape:
-        raise NarrowgateError(
-            f"predict() returned logits {list(logits.shape)} and labels {list(labels.shape)}, expected [n, tasks] both"
-        )
-    for name in ("weights", "groups"):
-        value = getattr(prediction, name)
-        if value is not None and value.shape != logits.shape[:1]:
-            raise NarrowgateError(f"predict() returned {name} {list(value.shape)}, expected [{logits.shape[0]}]")
-    for name, value in (prediction.slices or {}).items():
-        if value.shape != logits.shape[:1] or value.is_floating_point():
-            raise NarrowgateError(
-                f"predict() returned slice '{name}' as {value.dtype} {list(value.shape)}, expected booleans or"
-                f" integers [{logits.shape[0]}]"
-            )
-    return prediction

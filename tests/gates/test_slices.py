@@ -13,7 +13,7 @@ from narrowgate.gates.decision import decide
 from narrowgate.gates.measurements import Measurements, RowEstimate
 from narrowgate.gates.metrics import group_aucs
 from narrowgate.gates.policy import BUILTIN_POLICIES, Margins, Policy, SliceMargins, load_policy
-from narrowgate.gates.train import slice_masks
+from narrowgate.gates.predictions import slice_masks
 from narrowgate.precision.errors import NarrowgateError
 from sklearn.metrics import roc_auc_score
 
