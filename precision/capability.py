@@ -84,6 +84,16 @@ def _cuda_device(index: int) -> Device:
     )
 
 
+#: Granularities that the fused cast kernels know.
+CAST_GRANULARITIES = ("tensor", "row", "1x128", "128x128")
+
+
+def has_cast_kernel(spec: Spec) -> bool:
+    """Whether the fused kernels of :mod:`narrowgate.precision.casting` cast to ``spec`` on a GPU."""
+    plain = spec.fmt.element.bits == 8 and not spec.fmt.block_scaled
+    return plain and spec.granularity in CAST_GRANULARITIES and spec.hadamard is None
+
+
 @lru_cache(maxsize=4096)
 def gemm_support(gemm: GemmConfig, device: Device) -> Support:
     """Say whether ``device`` multiplies the two operands of ``gemm`` natively.

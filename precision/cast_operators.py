@@ -35,12 +35,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .capability import CAST_GRANULARITIES
 from .kernels.program import Program
 from .rounding import overflow_threshold, torch_dtype
 from .spec import Spec
 
-#: What the kernels cast to, and the numbers by which they know it.
-GRANULARITIES = {"tensor": 1, "row": 2, "1x128": 3, "128x128": 4}
+#: The numbers by which kernels know a granularity; 0 is none.
+_NUMBERS = {name: number for number, name in enumerate(CAST_GRANULARITIES, 1)}
 #: As ``columns`` of ``cast_fp8``: the codes of ``rows``, transposed.
 SAME = "="
 
@@ -246,7 +247,7 @@ def _empty(like: Tensor, expression: str, shape: tuple[Any, Any], dim: int) -> t
 
 def granularity_code(spec: Spec | None) -> int:
     """The number by which kernels know a granularity; 0 for none."""
-    return 0 if spec is None else GRANULARITIES[spec.granularity or ""]
+    return 0 if spec is None else _NUMBERS[spec.granularity or ""]
 
 
 def overflow(spec: Spec) -> float:

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .cast_operators import GRANULARITIES, SAME, kernels_on_cpu
+from .capability import has_cast_kernel
+from .cast_operators import SAME, kernels_on_cpu
 from .clipping import clip_limit
 from .delayed import AmaxHistory
 from .kernels.program import IDENTITY
@@ -85,14 +86,8 @@ def has_kernel(x: Tensor, *specs: Spec) -> bool:
     """True where the fused kernels cast ``x`` to all of ``specs``."""
     on_device = x.is_cuda or kernels_on_cpu()
     # Not bool(specs): Dynamo of PyTorch 2.11 does not trace it.
-    known = len(specs) > 0 and all(_kernel_spec(spec) for spec in specs)
+    known = len(specs) > 0 and all(has_cast_kernel(spec) for spec in specs)
     return on_device and known and x.dim() == 2 and x.dtype in _DTYPES
-
-
-def _kernel_spec(spec: Spec) -> bool:
-    fmt = spec.fmt
-    plain = fmt.element.bits == 8 and not fmt.block_scaled and spec.granularity in GRANULARITIES
-    return plain and spec.hadamard is None
 
 
 def _reference(x: Tensor, request: Request, dim: int) -> QuantizedTensor:

@@ -25,12 +25,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from ..precision.capability import has_cast_kernel
 from ..precision.config import GemmConfig, LinearConfig
 from ..precision.spec import Spec
 from .rates import BF16, Rates, variant_of
 
 #: Elements of one scale that a fused cast keeps in registers between the amax and the rounding.
-IN_REGISTERS = 1024
+IN_REGISTERS = 128 * 128
 #: Bytes an element: activations and gradients, master weights.
 _ACTIVATION, _MASTER = 2, 4
 #: FP8 matrix units take multiples of this many elements.
@@ -152,7 +153,8 @@ def cast_bytes(spec: Spec, elements: int, source: int) -> float:
         total, source = float(source + 4), 4
     if spec.clip_rms is not None:
         total += source
-    if spec.block is None or math.prod(spec.block) > IN_REGISTERS or spec.fmt.tensor_scale:
+    whole = spec.block is None or math.prod(spec.block) > IN_REGISTERS or spec.fmt.tensor_scale
+    if whole and spec.delayed is None:
         total += source
     return elements * (total + source + _code_bytes(spec))
 
@@ -199,6 +201,14 @@ def _price(
         cast = plain = 0.0
         for i, spec in enumerate((gemm.first, gemm.second)):
             earlier = before[path][i]
+            if runs and has_cast_kernel(spec):
+                # One kernel writes both of a tensor's operands, each contiguous along its own contraction, and reads
+                # the tensor for both as often as for one.
+                second = earlier is not None and has_cast_kernel(earlier)
+                cast += sizes[i] * _code_bytes(spec) if second else cast_bytes(spec, sizes[i], sources[path][i])
+                if (rows if i == 0 else columns) % _ALIGNMENT or contraction % _ALIGNMENT:
+                    cast += sizes[i] * 2 * _code_bytes(spec)
+                continue
             if earlier is None or not shares_codes(earlier, spec):
                 bytes_moved = cast_bytes(spec, sizes[i], sources[path][i])
                 if spec.high_precision:

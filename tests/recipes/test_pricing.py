@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 from importlib import resources
+from pathlib import Path
 
 import pytest
 import torch
@@ -125,10 +126,10 @@ def test_leaving_a_shape_out_predicts_it_within_the_documented_error():
         ("bf16+sr", 2, 4),
         ("fp8_e4m3", 2, 2 + 2 + 1),
         ("fp8_e4m3", 4, 4 + 4 + 1),
-        ("fp8_e4m3+delayed(16)", 2, 2 + 2 + 1),
+        ("fp8_e4m3+delayed(16)", 2, 2 + 1),
         ("fp8_e4m3/row", 2, 2 + 2 + 1),
         ("fp8_e4m3/1x128", 2, 2 + 1),
-        ("fp8_e4m3/128x128", 4, 4 + 4 + 1),
+        ("fp8_e4m3/128x128", 4, 4 + 1),
         ("fp8_e5m2+clip(rms=8)", 2, 2 + 2 + 2 + 1),
         ("mxfp8/32x32", 2, 2 + 1),
         ("mxfp4", 2, 2 + 0.5),
@@ -161,14 +162,16 @@ def test_casts_of_a_layer_add_up_operand_by_operand():
     x, w, g = m * k, n * k, m * n
     paths = price(all_paths("fp8_e4m3"), m, k, n).paths
     cast, copy = RATES.cast_tb_s * 1e6, RATES.copy_tb_s * 1e6
-    # A tensor scale: amax, cast, codes. The transposed copies read and write a byte each. dW is written in FP32.
+    # A tensor scale: amax, cast, codes for the first use; the kernel writes a byte more for the second. dW is FP32.
     assert paths["fprop"].cast_us == pytest.approx((5 * x + 9 * w) / cast)
-    assert paths["dgrad"].cast_us == pytest.approx((5 * g + 2 * w) / cast)
-    assert paths["wgrad"].cast_us == pytest.approx((2 * g + 2 * x) / cast + 2 * w / copy)
-    # A scale a row does not survive the transpose: each operand is quantized for each path.
-    paths = price(all_paths("fp8_e4m3/row"), m, k, n).paths
-    assert paths["dgrad"].cast_us == pytest.approx((5 * g + (9 + 2) * w) / cast)
-    assert paths["wgrad"].cast_us == pytest.approx((7 * g + 7 * x) / cast + 2 * w / copy)
+    assert paths["dgrad"].cast_us == pytest.approx((5 * g + w) / cast)
+    assert paths["wgrad"].cast_us == pytest.approx((g + x) / cast + 2 * w / copy)
+    # A scale a row does not survive the transpose, but the same kernel makes both operands in the same reads.
+    rows = price(all_paths("fp8_e4m3/row"), m, k, n).paths
+    assert [rows[path].cast_us for path in paths] == [paths[path].cast_us for path in paths]
+    # MX codes come from no such kernel: each use is quantized from the tensor, and emulated besides.
+    mx = price(all_paths("mxfp8"), m, k, n, native=dict.fromkeys(paths, False)).paths
+    assert mx["dgrad"].cast_us == pytest.approx(((2 + 1 + 3) * g + (4 + 1 + 3) * w) / cast)
 
 
 # Prices.
@@ -190,13 +193,16 @@ def test_large_layers_pay_and_small_ones_lose():
     assert price(config, 16384, 4096, 4096).pays
 
 
-@pytest.mark.parametrize(("size", "hidden", "saved"), [(1024, 4096, 0.05), (2048, 8192, 5.7), (4096, 8192, 16.1)])
-def test_the_prediction_for_mlp_blocks_is_of_the_size_of_what_was_measured(size, hidden, saved):
-    """torchao's tensorwise recipe, compiled, on four SwiGLU blocks at M = 16384 on an H200, ms saved over BF16."""
+@pytest.mark.parametrize(("case", "size", "hidden"), [("d2048", 2048, 8192), ("d4096", 4096, 8192)])
+def test_the_prediction_for_mlp_blocks_is_of_the_size_of_what_was_measured(case, size, hidden):
+    """Dynamic tensor scales on four SwiGLU blocks; prices know of no fusion, so they promise less than was saved."""
+    rows = json.loads((Path(__file__).parents[2] / "benchmarks" / "mlp_blocks.json").read_text())["rows"]
+    ms = {(row["case"], row["arm"], row["variant"]): row["ms"] for row in rows}
+    saved = ms[case, "bf16", "bf16"] - ms[case, "narrowgate", "current"]
     config = all_paths("fp8_e4m3", "fast")
     shapes = ((size, hidden), (size, hidden), (hidden, size))
     gain = 4 * sum(price(config, 16384, k, n).gain_us for k, n in shapes) / 1e3
-    assert saved - 0.5 < gain < saved + 4.5
+    assert 0.5 * saved < gain < 1.1 * saved
 
 
 def test_an_emulated_path_never_pays():
