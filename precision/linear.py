@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from .config import LinearConfig
 from .errors import NarrowgateError
+from .gathered import CodedWeight
 from .gemm import dense_gemm, scaled_gemm
 from .layer import LayerState, LowPrecisionLayer, layer_state, original_type, restore_layer, swap
 from .operands import Operand, prepare, prepare_both, restore, save
@@ -141,8 +142,8 @@ class _LinearFunction(torch.autograd.Function):
         needs_dx, needs_dw = ctx.needs_input_grad[:2]
         # Backward multiplies the wgrad input and the dgrad weight: both made now, in the pass that reads the tensor.
         x_fprop, x_wgrad = prepare_both(x, ("fprop", 0), ("wgrad", 1) if needs_dw else None, state, draw, recording)
-        # A dense dgrad weight is the weight itself, which lives anyway.
-        dense_weight = needs_dx and config.dgrad.second.high_precision
+        # A dense dgrad weight is the weight itself, which lives anyway; so do codes that came from an all-gather.
+        dense_weight = needs_dx and (config.dgrad.second.high_precision or isinstance(weight, CodedWeight))
         w_fprop, w_dgrad = prepare_both(
             weight, ("fprop", 1), ("dgrad", 1) if needs_dx and not dense_weight else None, state, draw, recording
         )

@@ -12,6 +12,7 @@ from . import observer
 from .casting import Request, quantize_both
 from .casting import shared as same_codes
 from .config import OPERANDS
+from .gathered import CodedWeight
 from .layer import LayerState
 from .quantization import QuantizedTensor, quantize
 from .rounding import torch_dtype
@@ -37,6 +38,11 @@ def prepare(
     """
     use = (path, position)
     spec = _spec(state, use)
+    if isinstance(x, CodedWeight):
+        held = x.operand(spec, dim)
+        if held is not None:
+            return held
+        x = x.dequantize()
     if spec.high_precision and not spec.sr:
         dense = x.to(torch_dtype(spec.fmt.element))
     else:

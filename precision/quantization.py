@@ -94,7 +94,8 @@ def quantize(
         random_bits: the bits themselves instead, integers in [0, 2**16) in ``x``'s shape.
         shard: where ``x`` lies in the unsharded tensor; decides which random bits it draws.
         amax: amax of the whole tensor (FP32, shape []) where ``x`` alone does not tell it, as for a shard. For
-            granularity ``tensor`` and for NVFP4's tensor level.
+            granularity ``tensor`` and for NVFP4's tensor level; for blocks of several rows, those of all blocks of
+            ``x``, in the shape of its scales.
         history: the amax history of ``+delayed(n)``; without one the scale is dynamic, as in a first step.
 
     Raises:
@@ -155,10 +156,12 @@ def _scales(own: Tensor, spec: Spec, amax: Tensor | None) -> Scales:
         return scales_from_amax(own, spec)
     if spec.fmt.tensor_scale:
         return scales_from_amax(own, spec, amax)
-    if spec.granularity != "tensor":
-        raise NarrowgateError(f"amax belongs to granularity tensor and to nvfp4, found '{spec}'")
+    if spec.granularity != "tensor" and (spec.block is None or spec.block[0] == 1):
+        raise NarrowgateError(f"amax belongs to granularity tensor, blocks of rows and nvfp4, found '{spec}'")
+    if amax.numel() != own.numel():
+        raise NarrowgateError(f"amax has shape {tuple(amax.shape)}, expected one for each of {own.numel()} scales")
     # The given amax decides the scale, but it cannot vouch for this tensor's elements.
-    known = amax.to(torch.float32).view(own.shape)
+    known = amax.to(torch.float32).reshape(own.shape)
     return scales_from_amax(torch.where(own < torch.inf, known, torch.nan), spec)
 
 

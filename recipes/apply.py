@@ -14,6 +14,7 @@ from torch import nn
 from ..precision.backends import backend_of, get_backend
 from ..precision.capability import Device
 from ..precision.errors import NarrowgateError, NotBuiltError, did_you_mean
+from ..precision.sharding import release_weights
 from .errors import Diagnostic, RecipeError, found
 from .load import load_recipe
 from .plan import Plan
@@ -23,6 +24,7 @@ from .recipe import BACKENDS, Recipe
 from .resolution import resolve
 from .rows import measure_rows
 from .runnable import inexpressible_in_plan, not_built_in_parts
+from .shards import check_shards, gather_low
 from .targets import find_targets, named_modules, unwrap
 
 #: Where a module that a recipe was applied to keeps its :class:`Applied`; a plain attribute, never in ``state_dict()``.
@@ -54,7 +56,9 @@ def apply_recipe(
     """Make ``model`` train by ``recipe``, in place.
 
     Layers that the recipe leaves in BF16 are not touched. The others keep their Parameters, names, hooks and
-    ``isinstance(m, nn.Linear)``; an optimizer built before stays valid.
+    ``isinstance(m, nn.Linear)``; an optimizer built before stays valid. With a low-precision ``shards.all_gather``,
+    weights become other Parameters of the same name and values: call it before ``fully_shard`` and build the optimizer
+    after both.
 
     Args:
         model: any module; its ``nn.Linear`` layers are the targets.
@@ -76,7 +80,8 @@ def apply_recipe(
             layer, path and reason), or ``when: profitable`` lacks rows or rates (says which).
         NotBuiltError: it asks for something that this version cannot run; names it with rule and line.
         NarrowgateError: a recipe is applied already, in the model or in a part of it, or the backend is not there;
-            ``rows`` and ``sample`` are both given.
+            ``rows`` and ``sample`` are both given; with a low-precision ``shards.all_gather``, the model is sharded
+            already, or an optimizer has its weights.
     """
     if not isinstance(model, nn.Module):
         raise NarrowgateError(f"found {found(model)}, expected a torch.nn.Module to apply a recipe to")
@@ -101,6 +106,7 @@ def apply_recipe(
     if plan.lowered and not there:
         raise NarrowgateError(f"backend {runs_on.name}: {reason}")
     targets, _ = find_targets(model)
+    check_shards(unwrap(model), targets, plan)
     where = next((parameter.device for parameter in model.parameters()), None)
     done: list[nn.Module] = []
     try:
@@ -109,7 +115,9 @@ def apply_recipe(
                 runs_on.lower(target.module, layer.config, name=layer.name, seed=seed, device=where)
                 done.append(target.module)
         runs_on.attach(unwrap(model), [layer.config for layer in plan.lowered])
+        gather_low(targets, plan)
     except BaseException:  # never leave half a model behind
+        release_weights(done)
         for module in done:
             runs_on.restore(module)
         raise
@@ -126,6 +134,7 @@ def remove_recipe(model: nn.Module) -> None:
     lowered = [(module, backend_of(module)) for _, module, _ in named_modules(model)]
     if not any(backend for _, backend in lowered) and not applied_recipes(model):
         raise NarrowgateError(f"found no recipe on this {type(model).__name__}, expected one to remove")
+    release_weights([module for module, _ in lowered])
     for module, backend in lowered:
         if backend is not None:
             backend.restore(module)

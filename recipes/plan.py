@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 from ..precision.capability import Device, Support
 from ..precision.config import OPERANDS, PATHS, GemmConfig, LinearConfig
 from ..precision.errors import NotBuiltError
+from ..precision.spec import Spec
 from .errors import Diagnostic
 from .pricing import LayerPrice, Unpriced
 from .rates import Rates, shipped_rates
-from .recipe import Recipe
+from .recipe import Recipe, Shards
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -192,6 +193,24 @@ class Plan:
         return tuple(layer for layer in self.layers if not layer.config.high_precision)
 
     @property
+    def gather(self) -> Spec:
+        """How the weights of :attr:`gathered` travel; all others as FSDP2's own policy says."""
+        return (self.recipe.shards or Shards()).all_gather
+
+    @property
+    def gathered(self) -> tuple[LayerPlan, ...]:
+        """The layers whose weights travel as :attr:`gather`: fprop and dgrad are both low-precision."""
+        if self.gather.high_precision:
+            return ()
+        return tuple(
+            layer
+            for layer in self.layers
+            if layer.kind != "product"
+            and not layer.config.fprop.high_precision
+            and not layer.config.dgrad.high_precision
+        )
+
+    @property
     def native(self) -> bool:
         """True where the device multiplies every planned pair itself."""
         return not self.emulated()
@@ -276,6 +295,8 @@ class Plan:
             "native": self.native,
             "emulated": self.emulated_reasons(),
             "padded": [layer.name for layer in self.padded()],
+            "gather": str(self.gather),
+            "gathered": [layer.name for layer in self.gathered],
             "flops_share": self.flops_share(),
             "flops_share_by_rows": self.weighted,
             "rows": dict(self.rows) if self.rows is not None else None,

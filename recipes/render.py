@@ -124,6 +124,8 @@ def _notes(plan: Plan) -> list[str]:
     if padded:
         first = padded[0].name or "(root)"
         notes.append(f"padded to multiples of 16: {len(padded)} layer{'s' if len(padded) > 1 else ''}, first {first}")
+    if not plan.gather.high_precision:
+        notes.append(f"FSDP2 gathers {plan.gather} for {len(plan.gathered)} of {_layers(len(plan.layers))}")
     notes += [str(finding) for finding in inexpressible_in_plan(plan)]
     if plan.trace is not None:
         notes.append(f"rules reach {plan.trace.reachable_share:.1%} of the FLOPs of a traced step")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -18,6 +18,7 @@ from ..precision.backends import Backend, get_backend
 from ..precision.capability import Device, Support, current_device
 from ..precision.config import OPERANDS, GemmConfig, LinearConfig
 from ..precision.errors import did_you_mean
+from ..precision.gathered import serves
 from ..precision.matmul import matmul_support
 from ..precision.spec import Spec
 from .errors import Diagnostic, RecipeError, found
@@ -234,12 +235,20 @@ class _Resolution:
         if config.fprop.high_precision or config.dgrad.high_precision:
             return
         gather = shards.all_gather
-        expanded = replace(gather, granularity="row") if gather.granularity == "tensor" else gather
-        for name, weight in (("fprop.weight", config.fprop.second), ("dgrad.weight", config.dgrad.second)):
-            if weight not in (gather, expanded):
-                told = f"{self.who(owner[name], name)} sets weight to {weight}"
-                after = "expected the same, or shards.requantize: true"
-                self.conflicts[owner[name], name, f"shards.all_gather {gather}", f"{told}; {after}"] += layers
+        layers = [index for index in layers if self.targets[index].kind != "product"]  # two tensors, no weight
+        if not layers:
+            return
+        for path, dim in (("fprop", 1), ("dgrad", 0)):
+            name = f"{path}.weight"
+            weight = getattr(config, path).second
+            if serves(gather, weight, dim):
+                continue
+            told = f"{self.who(owner[name], name)} sets weight to {weight}"
+            after = "expected the same, or shards.requantize: true"
+            if dim == 0 and serves(gather, weight, 1):
+                told = f"scales along fprop's rows, over which dgrad contracts, and {told}"
+                after = "expected granularity tensor or 128x128 on both, or shards.requantize: true"
+            self.conflicts[owner[name], name, f"shards.all_gather {gather}", f"{told}; {after}"] += layers
 
     def report_conflicts(self) -> None:
         for (owner, name, before, after), layers in self.conflicts.items():

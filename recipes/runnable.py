@@ -73,14 +73,28 @@ def not_built_in_parts(recipe: Recipe, backend: str | None = None) -> list[Diagn
 def _parts(recipe: Recipe, backend: str | None) -> Iterator[Diagnostic]:
     flat = recipe.flatten()
     if flat.shards is not None:
-        for name in ("all_gather", "reduce_scatter"):
-            spec: Spec = getattr(flat.shards, name)
-            if spec.format != "bf16":
-                yield _at_part(recipe, "shards", name, f"{spec} is not built yet, only bf16")
+        gather, reduce = flat.shards.all_gather, flat.shards.reduce_scatter
+        built = _built_gather(gather)
+        if built is not None:
+            yield _at_part(recipe, "shards", "all_gather", f"{gather} is not built yet, only {built}")
+        if reduce.format != "bf16":
+            yield _at_part(recipe, "shards", "reduce_scatter", f"{reduce} is not built yet, only bf16")
     if flat.activations is not None and flat.activations.save != "operand":
         yield _at_part(recipe, "activations", "save", f"{flat.activations.save} is not built yet, only operand")
     if flat.optimizer is not None and flat.optimizer.state.format != "fp32":
         yield _at_part(recipe, "optimizer", "state", f"{flat.optimizer.state} is not built yet, only fp32")
+
+
+def _built_gather(spec: Spec) -> str | None:
+    """What is built instead of gathering ``spec``; None where that is."""
+    if spec.format == "bf16" and not spec.sr:
+        return None
+    if spec.fmt.element.bits != 8 or spec.fmt.block_scaled:
+        return "bf16 and FP8 with FP32 scales"
+    modified = spec.sr or spec.delayed is not None or spec.hadamard is not None
+    if modified or spec.clip_p is not None or spec.clip_rms is not None:
+        return "FP8 rounded to nearest, with dynamic scales of unclipped values"
+    return None
 
 
 def _at_part(recipe: Recipe, part: str, key: str, message: str) -> Diagnostic:

@@ -204,6 +204,19 @@ def test_a_given_amax_decides_the_scale():
         quantize(x, "fp8_e4m3/row", amax=torch.tensor(1.0))
 
 
+def test_given_amaxes_decide_the_scales_of_blocks():
+    x = torch.randn(200, 130)
+    own, other = quantize(x[:128], "fp8_e4m3/128x128"), quantize(x, "fp8_e4m3/128x128")
+    amax = torch.tensor([[224.0, 448.0], [448.0, 896.0]])
+    assert quantize(x, "fp8_e4m3/128x128", amax=amax).scale.tolist() == [[0.5, 1.0], [1.0, 2.0]]
+    whole = x.new_tensor([[x[:128, :128].abs().max(), x[:128, 128:].abs().max()]])
+    again = quantize(x[:64], "fp8_e4m3/128x128", amax=whole)
+    assert torch.equal(again.scale, own.scale)
+    assert torch.equal(again.data.view(torch.uint8), other.data[:64].view(torch.uint8))
+    with pytest.raises(NarrowgateError, match="expected one for each of 4 scales"):
+        quantize(x, "fp8_e4m3/128x128", amax=torch.ones(1, 2))
+
+
 def test_users_faults_are_named():
     with pytest.raises(NarrowgateError, match="dim 2 is no axis of a tensor of shape"):
         quantize(torch.ones(2, 2), "fp8_e4m3/row", dim=2)

@@ -270,7 +270,12 @@ def test_the_seed_decides_stochastic_rounding(make_tower, ids):
 @pytest.mark.parametrize(
     ("parts", "place", "what"),
     [
-        ("shards: {all_gather: fp8_e4m3/row}", "r.yaml:2:22", "shards.all_gather: fp8_e4m3/row is not built yet"),
+        (
+            "shards: {all_gather: mxfp8/32x32, requantize: true}",
+            "r.yaml:2:22",
+            "shards.all_gather: mxfp8/32x32 is",
+        ),
+        ("shards: {all_gather: fp8_e4m3+sr, requantize: true}", "r.yaml:2:22", "only FP8 rounded to nearest"),
         ("shards: {reduce_scatter: fp8_e5m2}", "r.yaml:2:26", "shards.reduce_scatter: fp8_e5m2/tensor is not built"),
         ("activations: {save: bf16}", "r.yaml:2:21", "activations.save: bf16 is not built yet"),
         ("optimizer: {state: bf16+sr}", "r.yaml:2:20", "optimizer.state: bf16+sr is not built yet"),

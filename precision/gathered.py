@@ -1,0 +1,119 @@
+"""Weights whose GEMM operand is what travelled between the ranks, not what a layer would cast of them itself.
+
+A :class:`CodedWeight` knows the codes and scales under which it is gathered. The layer multiplies them as they are
+where its recipe asks for the same codes, and quantizes their dequantized values anew where it does not
+(``shards.requantize``). A :class:`GatheredWeight` is the unsharded one, which FSDP2 makes of what it gathered and frees
+again; the sharded one is :class:`narrowgate.precision.sharding.ShardedWeight`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from .errors import NarrowgateError
+from .quantization import QuantizedTensor
+from .spec import Spec
+
+_ATEN = torch.ops.aten
+#: What FSDP2 and autograd do with a weight without touching its values.
+_SAME_VALUES = frozenset({_ATEN.detach.default, _ATEN.alias.default, _ATEN.as_strided.default})
+
+
+class CodedWeight(Tensor):
+    """A weight [N, K] that is multiplied by the codes of :meth:`codes`; shape, dtype and device are its own."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def codes(self) -> QuantizedTensor:
+        """The codes and scales, contracted over K."""
+        raise NotImplementedError
+
+    def operand(self, spec: Spec, dim: int) -> QuantizedTensor | None:
+        """The codes as the operand of ``spec`` contracted over ``dim``; None where it asks for other codes.
+
+        A tensor scale is also one scale for each row, whichever axis the rows are.
+        """
+        codes = self.codes()
+        own = codes.spec
+        if not serves(own, spec, dim):
+            return None
+        return replace(codes, dim=dim)
+
+    def dequantize(self) -> Tensor:
+        """The values that the codes stand for, FP32 [N, K]."""
+        return self.codes().dequantize()
+
+
+def serves(own: Spec, wanted: Spec, dim: int) -> bool:
+    """True where a weight [N, K], quantized over K as ``own``, is the operand ``wanted`` contracted over ``dim``."""
+    expanded = own.granularity == "tensor" and wanted == replace(own, granularity="row")
+    if wanted != own and not expanded:
+        return False
+    square = own.block is not None and own.block[0] == own.block[1]
+    return dim == 1 or (own.hadamard is None and (square or own.granularity == "tensor"))
+
+
+class GatheredWeight(CodedWeight):
+    """The unsharded weight: codes in FSDP2's gathered buffer, and their scales.
+
+    Whatever is not a low-precision layer computes with the dequantized values; writing to it is an error.
+    """
+
+    _data: Tensor
+    _scale: Tensor
+    _spec: Spec
+
+    @staticmethod
+    def __new__(cls, data: Tensor, scale: Tensor, spec: Spec, dtype: torch.dtype) -> GatheredWeight:
+        """Wrap codes [N, K] (float8) and their scales; ``dtype`` is what the weight passes for."""
+        weight = Tensor._make_wrapper_subclass(cls, data.shape, dtype=dtype, device=data.device)  # type: ignore[attr-defined]
+        weight._data, weight._scale, weight._spec = data, scale, spec
+        return weight
+
+    def codes(self) -> QuantizedTensor:
+        """The codes and scales, contracted over K."""
+        return QuantizedTensor(self._data, self._scale, None, self._spec, 1, tuple(self._data.shape))
+
+    def rescale(self, scale: Tensor) -> None:
+        """Take the scales of a new gather, whose codes are in the buffer already."""
+        self._scale = scale
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"GatheredWeight(shape={list(self.shape)}, dtype={self.dtype}, spec={self._spec})"
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["_data", "_scale"], (self._spec, self.dtype)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> GatheredWeight:
+        return GatheredWeight(inner["_data"], inner["_scale"], *context)
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        first = args[0] if args else None
+        if func in _SAME_VALUES and isinstance(first, GatheredWeight):
+            # FSDP2 asks for the shape that the weight has, whatever is padded behind it.
+            assert func is not _ATEN.as_strided.default or tuple(args[1]) == tuple(first.shape), args[1]
+            return GatheredWeight(first._data, first._scale, first._spec, first.dtype)
+        if func._schema.is_mutable and any(isinstance(arg, GatheredWeight) for arg in _written(func, args)):
+            raise NarrowgateError(
+                f"a gathered weight is a copy and cannot be written to (by {func}): write to its shards"
+            )
+        dense = tree_map_only(GatheredWeight, lambda w: w.dequantize().to(w.dtype), (tuple(args), kwargs or {}))
+        return func(*dense[0], **dense[1])
+
+
+def _written(func: Any, args: Sequence[Any]) -> list[Any]:
+    written: list[Any] = []
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written += value if isinstance(value, (list, tuple)) else [value]
+    return written

@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import copy
+import gc
+from typing import Any
+
+import pytest
+import torch
+from narrowgate.precision import MatMul
+from narrowgate.precision.errors import NarrowgateError, NotBuiltError
+from narrowgate.precision.sharding import ShardedWeight, gathered_as
+from narrowgate.recipes import Recipe, RecipeError, Rule, Shards, apply_recipe, remove_recipe, resolve
+from torch import nn
+
+
+def recipe(weight: str, gather: str | None = None, **shards: Any) -> Recipe:
+    """``weight`` on fprop and dgrad of the interaction layers, gathered so too."""
+    paths = {path: dict.fromkeys(operands, weight) for path, operands in
+             (("fprop", ("input", "weight")), ("dgrad", ("grad", "weight")))}  # fmt: skip
+    return Recipe.from_dict(
+        {
+            "recipe": "r",
+            "rules": [{"layers": "interaction.*", **paths}],
+            "shards": {"all_gather": gather or weight, **shards},
+        }
+    )
+
+
+def test_the_plan_says_what_is_gathered_low(tower):
+    plan = resolve(recipe("fp8_e4m3"), tower)
+    assert [layer.name for layer in plan.gathered] == [f"interaction.{i}" for i in range(4)]
+    assert "FSDP2 gathers fp8_e4m3/tensor for 4 of 6 layers" in plan.to_text()
+    assert plan.to_dict()["gathered"] == [layer.name for layer in plan.gathered]
+    only_fprop = Rule(layers="interaction.*", fprop="fp8_e4m3")
+    assert resolve(Recipe(name="r", rules=[only_fprop], shards=Shards(all_gather="fp8_e4m3")), tower).gathered == ()
+
+
+def test_row_scales_do_not_serve_dgrad(tower):
+    with pytest.raises(RecipeError) as caught:
+        resolve(recipe("fp8_e4m3/row"), tower)
+    assert "scales along fprop's rows, over which dgrad contracts" in str(caught.value)
+    assert "expected granularity tensor or 128x128 on both, or shards.requantize: true" in str(caught.value)
+    assert resolve(recipe("fp8_e4m3/row", requantize=True), tower).gathered
+
+
+def test_a_product_of_two_tensors_gathers_nothing():
+    class Product(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.product = MatMul()
+
+    rules = [Rule(layers="product", all="fp8_e4m3/row")]
+    assert (
+        resolve(Recipe(name="r", rules=rules, shards=Shards(all_gather="fp8_e4m3/128x128")), Product()).gathered == ()
+    )
+
+
+@pytest.mark.parametrize("weight", ["fp8_e4m3", "fp8_e4m3/128x128", "fp8_e4m3+pow2"])
+def test_on_one_device_gathered_codes_are_the_operand_that_the_layer_makes_itself(make_tower, ids, weight):
+    outputs = []
+    for shards in (None, Shards(all_gather=weight)):
+        torch.manual_seed(0)
+        model = make_tower()
+        apply_recipe(model, Recipe(name="r", rules=recipe(weight).rules, shards=shards))
+        out = model(ids)
+        out.sum().backward()
+        outputs.append([out, *(p.grad for p in model.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*outputs, strict=True))
+
+
+def test_a_tensor_scale_is_expanded_to_rows(make_tower, ids):
+    outputs = []
+    for weight, gather in (("fp8_e4m3", "fp8_e4m3"), ("fp8_e4m3/row", "fp8_e4m3")):
+        torch.manual_seed(0)
+        model = make_tower()
+        apply_recipe(
+            model,
+            Recipe.from_dict(
+                {
+                    "recipe": "r",
+                    "rules": [
+                        {
+                            "layers": "interaction.*",
+                            "fprop": {"input": "fp8_e4m3/row", "weight": weight},
+                            "dgrad": {"grad": "fp8_e5m2/row", "weight": weight},
+                        }
+                    ],
+                    "shards": {"all_gather": gather},
+                }
+            ),
+        )
+        out = model(ids)
+        out.sum().backward()
+        outputs.append([out, *(p.grad for p in model.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*outputs, strict=True))
+
+
+def test_names_values_and_checkpoints_stay(make_tower):
+    plain, model = make_tower(), make_tower()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    apply_recipe(model, recipe("fp8_e4m3"))
+    state = model.state_dict()
+    assert list(state) == list(before)
+    assert all(type(value) is torch.Tensor for value in state.values())
+    assert all(torch.equal(value, before[name]) and value.dtype == before[name].dtype for name, value in state.items())
+    model.load_state_dict(plain.state_dict(), strict=True)
+    plain.load_state_dict(model.state_dict(), strict=True)
+    assert torch.equal(model.state_dict()["interaction.0.weight"], plain.interaction[0].weight)
+    model.load_state_dict(plain.state_dict(), assign=True)
+    assert isinstance(model.interaction[0].weight, ShardedWeight)
+    assert isinstance(copy.deepcopy(model).interaction[0].weight, ShardedWeight)
+
+
+def test_taking_the_recipe_off_gives_ordinary_parameters_back(tower, ids):
+    before = tower(ids)
+    apply_recipe(tower, recipe("fp8_e4m3"))
+    assert gathered_as(tower.interaction[0]) is not None
+    remove_recipe(tower)
+    assert type(tower.interaction[0].weight) is nn.Parameter
+    assert gathered_as(tower.interaction[0]) is None
+    assert torch.equal(tower(ids), before)
+    model = tower.state_dict()
+    apply_recipe(tower, recipe("fp8_e4m3"))
+    assert list(tower.state_dict()) == list(model)
+
+
+def test_an_optimizer_built_before_is_an_error(tower, ids):
+    optimizer = torch.optim.Adam(tower.parameters())
+    with pytest.raises(NarrowgateError, match=r"layer 'interaction.0' in an optimizer .Adam.*build the optimizer"):
+        apply_recipe(tower, recipe("fp8_e4m3"))
+    assert type(tower.interaction[0].weight) is nn.Parameter
+    optimizer.cycle = optimizer  # type: ignore[attr-defined]
+    gc.disable()
+    try:
+        del optimizer
+        apply_recipe(tower, recipe("fp8_e4m3"))
+    finally:
+        gc.enable()
+
+
+def test_a_weight_that_others_use_is_refused(tower):
+    tower.embedding.weight = nn.Parameter(torch.randn(32, 32))
+    tower.interaction[1].weight = tower.embedding.weight
+    with pytest.raises(NotBuiltError, match=r"'interaction.1': its weight is 'embedding.weight' too"):
+        apply_recipe(tower, recipe("fp8_e4m3"))
+    assert type(tower.interaction[0].weight) is nn.Parameter
+
+
+def test_layers_that_share_a_weight_go_on_sharing_it(tower, ids):
+    tower.interaction[1].weight = tower.interaction[0].weight
+    apply_recipe(tower, recipe("fp8_e4m3"))
+    assert tower.interaction[0].weight is tower.interaction[1].weight
+    tower(ids).sum().backward()
+    remove_recipe(tower)
+    assert tower.interaction[0].weight is tower.interaction[1].weight
+
+
+def test_attention_is_named_as_not_built():
+    attention = nn.MultiheadAttention(32, 4)
+    rules = [Rule(layers="**", all="fp8_e4m3")]
+    with pytest.raises(NotBuiltError, match=r"layer 'in_proj': shards.all_gather fp8_e4m3/tensor of nn.MultiheadAtt"):
+        apply_recipe(attention, Recipe(name="r", rules=rules, shards=Shards(all_gather="fp8_e4m3")))
