@@ -64,10 +64,13 @@ _LIBRARY.define(
 _Inputs = tuple["Tensor | None", "Tensor | None", "Tensor | None"]
 
 
-@lru_cache(maxsize=1)
+# Read once: a compiler that meets the environment, or a cached function, complains.
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
 def kernels_on_cpu() -> bool:
     """Triton's interpreter runs kernels on CPU tensors; without it the operators there are their reference."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
+    return _INTERPRETED
 
 
 def _cast(

@@ -93,7 +93,7 @@ _POINTWISE: dict[Any, _Emit] = {
     aten.expand.default: lambda build, args: args[0],
 }  # fmt: skip
 #: Arguments after these many say nothing about the value (a dtype, a shape).
-_VALUE_ARGUMENTS = {prims.convert_element_type.default: 1, aten.expand.default: 1}
+_VALUE_ARGUMENTS: dict[Any, int] = {prims.convert_element_type.default: 1, aten.expand.default: 1}
 
 
 class _UnsupportedError(Exception):
@@ -275,8 +275,11 @@ def _is_float(node: fx.Node) -> bool:
 def _fuse(cast: fx.Node, x: fx.Node, owned: set[fx.Node]) -> bool:
     top = x
     # A layer flattens the leading axes of its input, which does not change what a row is.
-    while top.target in _VIEWS and top in owned and _same_rows(top, top.args[0]):
-        top = top.args[0]
+    while top.target in _VIEWS and top in owned:
+        source = top.args[0]
+        if not isinstance(source, fx.Node) or not _same_rows(top, source):
+            break
+        top = source
     parts = _parts(top, owned)
     shape = parts[0].meta["val"].shape
     builder = _Builder(shape, owned)
@@ -297,7 +300,8 @@ def _parts(top: fx.Node, owned: set[fx.Node]) -> list[fx.Node]:
     """What lies side by side in ``top``: the inputs of a concatenation along the last axis, of one shape."""
     if top.target is not aten.cat.default or top not in owned:
         return [top]
-    tensors, dim = list(top.args[0]), top.args[1] if len(top.args) > 1 else 0
+    tensors: list[fx.Node] = [*top.args[0]]  # type: ignore[misc]
+    dim = top.args[1] if len(top.args) > 1 else 0
     shapes = [t.meta["val"].shape for t in tensors]
     last = dim in (-1, len(shapes[0]) - 1)
     # Blocks of 128 must not reach over two parts; the matrix units ask for 16 anyway.
@@ -305,8 +309,8 @@ def _parts(top: fx.Node, owned: set[fx.Node]) -> list[fx.Node]:
     return tensors if last and alike and len(set(tensors)) == len(tensors) else [top]
 
 
-def _same_rows(view: fx.Node, source: Any) -> bool:
-    if not isinstance(source, fx.Node) or not isinstance(source.meta.get("val"), Tensor):
+def _same_rows(view: fx.Node, source: fx.Node) -> bool:
+    if not isinstance(source.meta.get("val"), Tensor):
         return False
     old, new = source.meta["val"].shape, view.meta["val"].shape
     return len(old) > 0 and len(new) > 0 and statically_known_true(operator.eq(old[-1], new[-1]))

@@ -12,6 +12,7 @@ Passes over the values: one for ``128``-blocks, whose maximum fits a tile, and f
 
 # Triton comes with CUDA builds of PyTorch only, and its decorator hides that a kernel takes a grid.
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false, reportArgumentType=false
+# pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations
 

@@ -10,6 +10,9 @@ values, leaves first, or ``#`` and a constant. Several results lie side by side 
 ``torch.cat(results, -1)`` would lay them.
 """
 
+# Triton comes with CUDA builds of PyTorch only.
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import linecache
