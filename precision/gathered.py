@@ -103,7 +103,7 @@ class GatheredWeight(CodedWeight):
             # FSDP2 asks for the shape that the weight has, whatever is padded behind it.
             assert func is not _ATEN.as_strided.default or tuple(args[1]) == tuple(first.shape), args[1]
             return GatheredWeight(first._data, first._scale, first._spec, first.dtype)
-        if func._schema.is_mutable and any(isinstance(arg, GatheredWeight) for arg in _written(func, args)):
+        if func._schema.is_mutable and any(isinstance(arg, GatheredWeight) for arg in written(func, args)):
             raise NarrowgateError(
                 f"a gathered weight is a copy and cannot be written to (by {func}): write to its shards"
             )
@@ -111,9 +111,10 @@ class GatheredWeight(CodedWeight):
         return func(*dense[0], **dense[1])
 
 
-def _written(func: Any, args: Sequence[Any]) -> list[Any]:
-    written: list[Any] = []
+def written(func: Any, args: Sequence[Any]) -> list[Any]:
+    """The positional arguments that an operator writes to."""
+    found: list[Any] = []
     for argument, value in zip(func._schema.arguments, args, strict=False):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            written += value if isinstance(value, (list, tuple)) else [value]
-    return written
+            found += value if isinstance(value, (list, tuple)) else [value]
+    return found

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_map_only
 
 from .casting import Request, quantize_both
 from .errors import NarrowgateError
-from .gathered import CodedWeight, GatheredWeight
+from .gathered import CodedWeight, GatheredWeight, written
 from .quantization import QuantizedTensor, quantize
 from .rounding import torch_dtype
 from .scaling import scales_from_amax
@@ -39,17 +39,31 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _ATEN = torch.ops.aten
-#: What makes or moves a shard: its result gathers as the weight did. All else computes with plain tensors.
-_STAYS_SHARDED = frozenset(
+#: What looks at all of a shard, and at its memory in another form.
+_ALIASES = frozenset({_ATEN.detach.default, _ATEN.alias.default})
+_VIEWS = frozenset(
     {
-        _ATEN.detach.default, _ATEN.alias.default, _ATEN.clone.default, _ATEN._to_copy.default,
-        _ATEN._pin_memory.default, _ATEN.empty_like.default, _ATEN.new_empty.default, _ATEN.new_zeros.default,
         _ATEN.split.Tensor, _ATEN.split_with_sizes.default, _ATEN.slice.Tensor, _ATEN.view.default,
         _ATEN.as_strided.default,
     }
 )  # fmt: skip
+#: What makes or moves one: its result gathers as the weight did, like a view. All else computes with plain tensors.
+_COPIES = frozenset(
+    {
+        _ATEN.clone.default, _ATEN._to_copy.default, _ATEN._pin_memory.default, _ATEN.empty_like.default,
+        _ATEN.new_empty.default, _ATEN.new_zeros.default,
+    }
+)  # fmt: skip
 #: Where a module keeps what :func:`shard_weight` gave it.
 _WIRE = "_narrowgate_wire"
+
+
+class _Known:
+    """What :func:`reduce_amaxes` found out about a shard, until that is written to; shared by all its views."""
+
+    amax: Tensor | None = None
+    #: Of the plain tensor, which somebody may write to directly.
+    version: int = 0
 
 
 class ShardedWeight(CodedWeight):
@@ -62,11 +76,12 @@ class ShardedWeight(CodedWeight):
     _spec: Spec
     _full: tuple[int, int]
     _name: str
-    #: Largest amax over all ranks of each scale that spans them, and the version of the values that it belongs to.
-    _known: tuple[Tensor, int] | None
+    _known: _Known
 
     @staticmethod
-    def __new__(cls, values: Tensor, spec: Spec, full: tuple[int, int], name: str) -> ShardedWeight:
+    def __new__(
+        cls, values: Tensor, spec: Spec, full: tuple[int, int], name: str, known: _Known | None = None
+    ) -> ShardedWeight:
         """Wrap ``values``, rows of a weight of shape ``full``; ``name`` is the layer's, for errors."""
         weight = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls,
@@ -78,7 +93,8 @@ class ShardedWeight(CodedWeight):
             device=values.device,
             requires_grad=values.requires_grad,
         )
-        weight._rows, weight._spec, weight._full, weight._name, weight._known = values, spec, full, name, None
+        weight._rows, weight._spec, weight._full, weight._name = values, spec, full, name
+        weight._known = known or _Known()
         return weight
 
     def codes(self) -> QuantizedTensor:
@@ -189,12 +205,13 @@ class ShardedWeight(CodedWeight):
         return torch.where(amax < torch.inf, amax, torch.inf)
 
     def _amax(self, mesh: DeviceMesh, first: int) -> Tensor:
-        if self._known is None:
+        # Whether it is known is alike on all ranks: every write to a shard comes by __torch_dispatch__, on ranks
+        # without rows too. Behind its back, as by loading into a state_dict's tensors, only ranks with rows can tell.
+        amax = self._known.amax
+        if amax is None:
             amax = self._own_amax(first)
             _reduce(amax, mesh.get_group())
-            return amax
-        amax, version = self._known
-        if self._rows.numel() and version != self._rows._version:
+        elif self._rows.numel() and self._known.version != self._rows._version:
             raise NarrowgateError(
                 f"layer '{self._name}': its weight was written to since reduce_amaxes: call it once more after that"
             )
@@ -229,13 +246,24 @@ class ShardedWeight(CodedWeight):
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         leader = next((arg for arg in args if isinstance(arg, ShardedWeight)), None)
+        if leader is not None and func in _ALIASES:
+            # The very same tensor: within a dispatch PyTorch would give its alias a version of its own.
+            return ShardedWeight(leader._rows, leader._spec, leader._full, leader._name, leader._known)
         plain_args, plain_kwargs = tree_map_only(ShardedWeight, lambda w: w._rows, (tuple(args), kwargs or {}))
         out = func(*plain_args, **plain_kwargs)
-        if leader is not None and out is leader._rows:  # in place
-            return leader
-        if leader is None or func not in _STAYS_SHARDED:
+        if func._schema.is_mutable:
+            for shard in written(func, args):
+                if isinstance(shard, ShardedWeight):
+                    shard._known.amax = None
+        if leader is None:
             return out
-        return tree_map_only(Tensor, lambda t: ShardedWeight(t, leader._spec, leader._full, leader._name), out)
+        if out is leader._rows:  # in place
+            return leader
+        if func not in _VIEWS and func not in _COPIES:
+            return out
+        known = leader._known if func in _VIEWS else None
+        context = (leader._spec, leader._full, leader._name)
+        return tree_map_only(Tensor, lambda t: ShardedWeight(t, *context, known), out)
 
 
 def shard_weight(modules: Sequence[nn.Module], spec: Spec, *, name: str = "") -> None:
@@ -295,8 +323,8 @@ def release_weights(modules: Sequence[nn.Module]) -> None:
 def reduce_amaxes(model: nn.Module) -> int:
     """Find all scales that span ranks with one all-reduce for each process group, instead of one for each weight.
 
-    Optional; on every rank, after ``optimizer.step()``. Holds for all gathers up to the next step of an optimizer
-    that has the weights.
+    Optional; on every rank, after ``optimizer.step()``. Holds for all gathers until a weight is written to; what writes
+    through the tensors of a ``state_dict()`` and not through the Parameters has to call it again.
 
     Args:
         model: a model after ``fully_shard``, its weights sharded.
@@ -309,7 +337,6 @@ def reduce_amaxes(model: nn.Module) -> int:
     """
     from torch.distributed.tensor import DTensor
 
-    _install_hook()
     groups: dict[ProcessGroup, list[tuple[ShardedWeight, Tensor]]] = {}
     for name, parameter in model.named_parameters():
         if isinstance(parameter, GatheredWeight):
@@ -329,7 +356,7 @@ def reduce_amaxes(model: nn.Module) -> int:
         _reduce(joined, group)
         parts = joined.split([amax.numel() for _, amax in found])
         for (local, amax), part in zip(found, parts, strict=True):
-            local._known = (part.view(amax.shape), local._rows._version)
+            local._known.amax, local._known.version = part.view(amax.shape), local._rows._version
     return sum(map(len, groups.values()))
 
 
@@ -371,24 +398,3 @@ def _still_sharded(module: nn.Module, incompatible: Any) -> None:
         module._parameters["weight"] = nn.Parameter(wrapped, requires_grad=weight.requires_grad)
     elif not isinstance(weight._local_tensor, ShardedWeight):
         weight._local_tensor = ShardedWeight(weight._local_tensor, spec, shape, name)
-
-
-def _after_optimizer_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    from torch.distributed.tensor import DTensor
-
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
-            if isinstance(local, ShardedWeight):
-                local._known = None
-
-
-_hook: Any = None
-
-
-def _install_hook() -> None:
-    global _hook
-    if _hook is None:
-        from torch.optim.optimizer import register_optimizer_step_post_hook
-
-        _hook = register_optimizer_step_post_hook(torch.compiler.disable(_after_optimizer_step))  # type: ignore[arg-type]

@@ -1,0 +1,143 @@
+"""FSDP2 with quantized shards against one process with the same quantization: the same bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+GATHERED = ["tensor", "tensor_uneven", "tensor_for_rows", "row", "row_uneven", "row_blocks", "block", "block_split",
+            "smaller_than_the_mesh"]  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def alone(training) -> Any:
+    """Trains a case in this process, once."""
+    known: dict[str, dict[str, Any]] = {}
+
+    def train(case: str) -> dict[str, Any]:
+        if case not in known:
+            model = training.build(case)
+            known[case] = training.train(model, case, training.optimizer_of(model))
+            known[case]["state"] = {name: value.clone() for name, value in model.state_dict().items()}
+        return known[case]
+
+    return train
+
+
+def assert_same(ours: dict[str, Any], theirs: dict[str, Any], *parts: str) -> None:
+    for part in parts:
+        mine, other = ours[part], theirs[part]
+        pairs = zip(mine, other, strict=True) if isinstance(mine, list) else ((mine[k], other[k]) for k in other)
+        assert all(torch.equal(a, b) for a, b in pairs), part
+
+
+@pytest.mark.parametrize("case", GATHERED)
+def test_two_ranks_train_to_the_bits_of_one_process(found, alone, case):
+    assert_same(found[2][case], alone(case), "losses", "gradients", "state")
+
+
+@pytest.mark.parametrize("case", ["row_uneven", "block_split", "smaller_than_the_mesh"])
+def test_so_do_four_of_which_some_hold_few_rows_or_none(found, alone, case):
+    assert_same(found[4][case], alone(case), "losses", "gradients", "state")
+
+
+@pytest.mark.parametrize("case", ["tensor_uneven", "row_uneven"])
+def test_so_do_replicas_of_shards(found, alone, case):
+    assert_same(found[4]["replicas"][case], alone(case), "losses", "gradients", "state")
+
+
+@pytest.mark.parametrize("case", ["tensor", "row", "block_split"])
+def test_so_does_a_single_rank_which_gathers_nothing(found, alone, case):
+    assert_same(found[1][case], alone(case), "losses", "gradients", "state")
+
+
+def test_so_does_a_model_that_was_made_on_the_meta_device(found, alone):
+    assert_same(found[2]["meta"], alone("tensor"), "losses", "gradients")
+
+
+def test_gathering_tensor_scaled_codes_changes_nothing_over_gathering_the_master(found):
+    assert_same(found[2]["tensor"], found[2]["bf16"], "losses", "gradients", "state")
+
+
+# On the wire, counted at the collective: one forward and one backward. The root gathers once, FSDP2 keeps it for
+# backward; the two inner layers gather twice.
+
+
+def sent(training, case: str, ranks: int) -> int:
+    """Bytes that a rank hands to the all-gathers of a step, from the shapes alone."""
+    _, gather, _, (width, hidden, out) = training.CASES[case]
+    total = 4 * (_rows(8, ranks) * out + _rows(8, ranks))  # the head, in the master's FP32
+    for n, k in ((hidden, width), (out, hidden)):
+        rows = _rows(n, ranks)
+        bias = 4 * rows
+        if gather == "bf16":
+            codes = 4 * rows * k  # no MixedPrecisionPolicy here, so FP32 travels
+        else:
+            codes = rows * k
+            if gather.endswith("/row"):
+                codes += 4 * rows
+            elif gather.endswith("/1x128"):
+                codes += 4 * rows * -(-k // 128)
+            elif gather.endswith("/128x128") and rows % 128 == 0:
+                codes += 4 * (rows // 128) * -(-k // 128)
+        total += 2 * (codes + bias)
+    return total
+
+
+def _rows(n: int, ranks: int) -> int:
+    return -(-n // ranks)
+
+
+@pytest.mark.parametrize("case", [*GATHERED, "bf16"])
+def test_codes_and_scales_are_all_that_travels(found, training, case):
+    assert found[2][case]["wire"]["all_gather"] == sent(training, case, 2)
+    if case in found[4]:
+        assert found[4][case]["wire"]["all_gather"] == sent(training, case, 4)
+
+
+def test_codes_are_a_quarter_of_the_fp32_master(found):
+    ratio = found[2]["tensor"]["wire"]["all_gather"] / found[2]["bf16"]["wire"]["all_gather"]
+    assert 0.25 < ratio < 0.28  # biases and the head stay as they are
+
+
+@pytest.mark.parametrize("case", GATHERED)
+def test_only_scales_that_span_ranks_are_reduced(found, case):
+    calls = found[2][case]["wire"]["calls"]
+    spans = case.startswith("tensor") or case in ("block_split", "smaller_than_the_mesh")
+    assert calls.get("all_reduce", 0) == (4 if spans else 0)  # two weights, gathered twice each
+
+
+def test_one_all_reduce_finds_the_scales_of_all_weights(found, alone):
+    reduced = found[2]["reduced"]
+    assert_same(reduced, alone("tensor"), "losses", "gradients")
+    assert reduced["known"] == 2
+    assert reduced["reduce"] == {"all_reduce": 1}
+    assert "all_reduce" not in reduced["step"]
+
+
+def test_a_write_to_a_weight_ends_what_is_known_of_it(found):
+    reduced = found[2]["reduced"]
+    assert reduced["after"]["all_reduce"] == 1
+    before, doubled = reduced["doubled"]
+    assert not torch.equal(before, doubled)
+    assert "layer '0': its weight was written to since reduce_amaxes" in reduced["stale"]
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_a_checkpoint_of_two_ranks_goes_on_with_others(found, alone, training, ranks):
+    """Model and Adam through torch.distributed.checkpoint, saved by two."""
+    case = "block_split"
+    model = training.build(case)
+    optimizer = training.optimizer_of(model)
+    training.train(model, case, optimizer)
+    assert_same(found[ranks]["resume"], training.train(model, case, optimizer), "losses", "gradients")
+
+
+def test_a_checkpoint_of_sharded_codes_loads_strictly_into_a_plain_model(found, training):
+    _, _, _, (width, hidden, out) = training.CASES["block_split"]
+    nn = torch.nn
+    plain = nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, out), nn.Linear(out, 8))
+    plain.load_state_dict(found[2]["block_split"]["state"], strict=True)
+    assert {value.dtype for value in found[2]["block_split"]["state"].values()} == {torch.float32}

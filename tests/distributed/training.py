@@ -1,0 +1,218 @@
+"""What the ranks of the distributed tests run: a small model, trained with quantized shards. Run by path."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import nullcontext
+from datetime import timedelta
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from narrowgate.precision.sharding import reduce_amaxes
+from narrowgate.precision.wire import WireCount
+from narrowgate.recipes import Recipe, apply_recipe
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
+from torch.multiprocessing.spawn import start_processes
+
+#: By case: how weights are multiplied and gathered, what else the recipe says of shards, and the layers' widths.
+#: Four ranks leave one without rows of a layer of three; 300 and 257 split 128-row blocks and shard unevenly.
+CASES: dict[str, tuple[str, str, dict[str, Any], tuple[int, int, int]]] = {
+    "tensor": ("fp8_e4m3", "fp8_e4m3", {}, (64, 96, 32)),
+    "tensor_uneven": ("fp8_e4m3", "fp8_e4m3", {}, (40, 257, 3)),
+    "tensor_for_rows": ("fp8_e4m3/row", "fp8_e4m3", {}, (64, 50, 32)),
+    "row": ("fp8_e4m3/row", "fp8_e4m3/row", {"requantize": True}, (64, 96, 32)),
+    "row_uneven": ("fp8_e4m3/row", "fp8_e4m3/row", {"requantize": True}, (40, 57, 3)),
+    "row_blocks": ("fp8_e4m3/1x128", "fp8_e4m3/1x128", {"requantize": True}, (200, 57, 3)),
+    "block": ("fp8_e4m3/128x128", "fp8_e4m3/128x128", {}, (130, 512, 512)),
+    "block_split": ("fp8_e4m3/128x128", "fp8_e4m3/128x128", {}, (130, 300, 257)),
+    "smaller_than_the_mesh": ("fp8_e4m3/128x128", "fp8_e4m3/128x128", {}, (16, 1, 3)),
+    "bf16": ("fp8_e4m3", "bf16", {}, (64, 96, 32)),
+}
+STEPS, ROWS = 3, 32
+
+
+def build(case: str, device: str = "cpu") -> nn.Module:
+    """The case's model with its recipe, the same on every rank and in the test's own process."""
+    weight, gather, shards, (width, hidden, out) = CASES[case]
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, out), nn.Linear(out, 8))
+    other = "fp8_e4m3/1x128" if "128" in weight else "fp8_e4m3/row"
+    rule = {
+        "layers": ["0", "2"],
+        "fprop": {"input": other, "weight": weight},
+        "dgrad": {"grad": other, "weight": weight},
+        "wgrad": {"grad": "fp8_e5m2/row", "input": "fp8_e4m3/row"},
+    }
+    apply_recipe(model, Recipe.from_dict({"recipe": case, "rules": [rule], "shards": {"all_gather": gather, **shards}}))
+    return model
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    """An optimizer that works element by element, so that sharding changes no bit."""
+    return torch.optim.Adam(model.parameters(), lr=0.01)
+
+
+def batch(width: int, step: int) -> tuple[Tensor, Tensor]:
+    """Rows that all ranks share: the mean of equal gradients over 2 or 4 ranks is exact."""
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(ROWS, width, generator=generator), torch.randn(ROWS, 8, generator=generator)
+
+
+def train(model: nn.Module, case: str, optimizer: torch.optim.Optimizer, *, reduce: bool = False) -> dict[str, Any]:
+    """Losses of all steps, the gradients of the last, and what the first sent in forward and backward."""
+    losses: list[Tensor] = []
+    gradients: dict[str, Tensor] = {}
+    sent = WireCount()
+    for step in range(STEPS):
+        x, y = batch(CASES[case][3][0], step)
+        with sent if step == 0 else nullcontext():
+            loss = (model(x) - y).square().mean()
+            loss.backward()
+        losses.append(loss.detach())
+        if step == STEPS - 1:
+            gradients = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+        optimizer.step()
+        optimizer.zero_grad()
+        if reduce:
+            reduce_amaxes(model)
+    wire = {"calls": dict(sent.calls), "all_gather": sent.total("all_gather")}
+    return {"losses": losses, "gradients": gradients, "wire": wire}
+
+
+def whole(x: Tensor) -> Tensor:
+    """A DTensor put together, or a tensor itself."""
+    full = getattr(x, "full_tensor", None)
+    return (x if full is None else full()).detach().clone()
+
+
+def sharded(case: str, mesh: Any) -> Any:
+    """The case's model after ``fully_shard``: the first and third layer gather by themselves."""
+    model: Any = build(case)
+    for layer in (model[0], model[2]):
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def _case(case: str, mesh: Any) -> dict[str, Any]:
+    model = sharded(case, mesh)
+    found = train(model, case, optimizer_of(model))
+    found["state"] = {name: whole(value) for name, value in model.state_dict().items()}
+    return found
+
+
+def _reduced(mesh: Any) -> dict[str, Any]:
+    """One all-reduce for all scales of a step, until the weights are written to."""
+    model = sharded("tensor", mesh)
+    found = train(model, "tensor", optimizer_of(model), reduce=True)
+    with WireCount() as wire:
+        found["known"] = reduce_amaxes(model)
+    found["reduce"] = dict(wire.calls)
+    x, _ = batch(64, 0)
+    with WireCount() as wire:
+        before = model(x).sum()
+        before.backward()
+    found["step"] = dict(wire.calls)
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+    with WireCount() as wire:
+        found["doubled"] = (before.detach(), model(x).sum().detach())
+    found["after"] = dict(wire.calls)
+    model.reshard()
+    reduce_amaxes(model)
+    model.state_dict()["0.weight"].to_local().mul_(2)  # behind the shard's back
+    try:
+        model(x)
+    except ValueError as error:
+        found["stale"] = str(error)
+    return found
+
+
+def _checkpoint(mesh: Any, folder: Path) -> None:
+    """Two trained steps, saved by torch.distributed.checkpoint with the optimizer."""
+    model = sharded("block_split", mesh)
+    optimizer = optimizer_of(model)
+    train(model, "block_split", optimizer)
+    weights, states = get_state_dict(model, optimizer)
+    state_dict_saver.save({"model": weights, "optimizer": states}, checkpoint_id=str(folder / "checkpoint"))
+
+
+def _resume(mesh: Any, folder: Path) -> dict[str, Any]:
+    """The checkpoint loaded onto these ranks and trained on."""
+    model = sharded("block_split", mesh)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    optimizer = optimizer_of(model)
+    weights, states = get_state_dict(model, optimizer)
+    loaded = {"model": weights, "optimizer": states}
+    state_dict_loader.load(loaded, checkpoint_id=str(folder / "checkpoint"))
+    set_state_dict(model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
+    return train(model, "block_split", optimizer)
+
+
+def _meta(mesh: Any) -> dict[str, Any]:
+    """A model that never exists whole: made on the meta device, sharded, and filled from a state."""
+    model = build("tensor", "meta")
+    fully_shard(model, mesh=mesh)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        values = build("tensor").state_dict()
+        for name, parameter in model.named_parameters():
+            parameter.copy_(distribute_tensor(values[name], mesh))
+    return train(model, "tensor", optimizer_of(model))
+
+
+#: What each number of ranks does, in this order: the checkpoint of two is read by one and by four.
+STAGES = {
+    2: [*CASES, "reduced", "meta", "checkpoint"],
+    4: ["row_uneven", "block_split", "smaller_than_the_mesh", "replicas", "resume"],
+    1: ["tensor", "row", "block_split", "resume"],
+}
+
+
+def rank(rank: int, ranks: int, folder: Path) -> None:
+    """Run the stage of ``ranks``; rank 0 leaves what it found."""
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store{ranks}", rank=rank, world_size=ranks, timeout=timedelta(seconds=20)
+    )
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("shard",))
+    found: dict[str, Any] = {}
+    for task in STAGES[ranks]:
+        if task == "reduced":
+            found[task] = _reduced(mesh)
+        elif task == "checkpoint":
+            _checkpoint(mesh, folder)
+        elif task == "resume":
+            found[task] = _resume(mesh, folder)
+        elif task == "meta":
+            found[task] = _meta(mesh)
+        elif task == "replicas":
+            grid = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replica", "shard"))
+            found[task] = {case: _case(case, grid) for case in ("tensor_uneven", "row_uneven")}
+        else:
+            found[task] = _case(task, mesh)
+    if rank == 0:
+        torch.save(found, folder / f"ranks{ranks}.pt")
+    dist.destroy_process_group()
+
+
+def main(folder: Path) -> None:
+    """Run all stages, one after another, in processes forked from this one, which has imported what they need."""
+    torch.set_num_threads(1)
+    import_module("torch._dynamo")  # FSDP2 imports it, for more than a second in every rank
+    build("tensor")
+    for ranks in STAGES:
+        start_processes(rank, (ranks, folder), nprocs=ranks, start_method="fork")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
