@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .errors import NarrowgateError, NotBuiltError, SpecError
     from .formats import FORMATS, ElementFormat, Format, get_format
     from .grouped import GroupedLinear
-    from .layer import end_step
+    from .layer import end_step, share_amaxes
     from .linear import LowPrecisionLinear, lower_linear, restore_linear
     from .matmul import MatMul
     from .metrics import TensorMetrics, mean_relative_error, measure, sqnr_db
@@ -32,6 +32,7 @@ _HOMES = {
     "GemmConfig": "config", "LinearConfig": "config", "OPERANDS": "config", "PATHS": "config",
     "NarrowgateError": "errors", "NotBuiltError": "errors", "SpecError": "errors",
     "GroupedLinear": "grouped", "MatMul": "matmul", "end_step": "layer",
+    "share_amaxes": "layer",
     "LowPrecisionLinear": "linear", "lower_linear": "linear", "restore_linear": "linear",
     "TensorMetrics": "metrics", "mean_relative_error": "metrics", "measure": "metrics", "sqnr_db": "metrics",
     "QuantizedTensor": "quantization", "quantize": "quantization",
@@ -74,6 +75,7 @@ __all__ = [
     "quantize",
     "restore_linear",
     "roll",
+    "share_amaxes",
     "sqnr_db",
     "stream_key",
 ]

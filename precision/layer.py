@@ -11,11 +11,12 @@ since its last step is left alone, so an optimizer inside another ends nothing t
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -26,12 +27,17 @@ from .delayed import AmaxHistory, roll
 from .errors import NarrowgateError
 from .stochastic import call_key, stream_key
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
 #: Where a lowered module keeps its :class:`LayerState`.
 _STATE = "_narrowgate"
 #: Bits of a draw below the optimizer step: micro-batch and call, as in :func:`narrowgate.precision.call_key`.
 _STEP_SHIFT = 32
 
-_LIVE: weakref.WeakSet[LowPrecisionLayer] = weakref.WeakSet()
+#: In the order in which layers were lowered: the same on every rank that builds the same model.
+_LIVE: weakref.WeakValueDictionary[int, LowPrecisionLayer] = weakref.WeakValueDictionary()
+_LOWERED = itertools.count()
 
 
 class LayerState:
@@ -57,6 +63,8 @@ class LayerState:
         self.draw = torch.zeros((), dtype=torch.int64)
         #: By (path, operand), for delayed scales.
         self.histories = {key: AmaxHistory(spec.delayed) for key, spec in specs.items() if spec.delayed is not None}
+        #: Data-parallel ranks that share this layer's amaxes; see :func:`share_amaxes`.
+        self.group: ProcessGroup | None = None
         self._frozen: dict[tuple[str, str], AmaxHistory] = {}
         #: Which paths run natively where the layer lies; decided here, as a compiler cannot ask the device.
         self.native: dict[str, bool] = {}
@@ -131,7 +139,8 @@ class LayerState:
 
     def __getstate__(self) -> dict[str, Any]:
         # What is read without recording shares tensors with the histories; a copy makes its own.
-        return {**self.__dict__, "_frozen": {}, "_outstanding": deque(maxlen=64)}
+        # A process group belongs to this process.
+        return {**self.__dict__, "_frozen": {}, "_outstanding": deque(maxlen=64), "group": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -187,7 +196,9 @@ def swap(
 def restore_layer(module: LowPrecisionLayer) -> None:
     """Undo lowering: the module is what it was, with the Parameters it has now."""
     original = layer_state(module).original
-    _LIVE.discard(module)
+    for key, layer in list(_LIVE.items()):
+        if layer is module:
+            del _LIVE[key]
     object.__delattr__(module, _STATE)
     object.__setattr__(module, "__class__", original)
 
@@ -208,34 +219,56 @@ def end_step(layers: Iterable[LowPrecisionLayer] | nn.Module) -> None:
     Called by itself after every step of a ``torch.optim.Optimizer``.
 
     Args:
-        layers: lowered layers, or a model that has some.
+        layers: lowered layers, or a model that has some. Where ranks share amaxes (:func:`share_amaxes`), the same
+            layers in the same order on all of them.
     """
     if isinstance(layers, nn.Module):
         layers = [module for module in layers.modules() if isinstance(module, LowPrecisionLayer)]
     draws: dict[torch.device, list[LayerState]] = {}
-    histories: dict[torch.device, list[AmaxHistory]] = {}
+    histories: dict[tuple[torch.device, ProcessGroup | None], list[AmaxHistory]] = {}
     for layer in layers:
         state = layer_state(layer)
         state._outstanding.clear()
         if state.stochastic:
             draws.setdefault(state.draw.device, []).append(state)
         for history in state.histories.values():
-            histories.setdefault(history.history.device, []).append(history)
+            histories.setdefault((history.history.device, state.group), []).append(history)
     for states in draws.values():
         # Up to the next multiple of 2**32: the next step's forward 0, or itself where no forward was counted.
         below = (1 << _STEP_SHIFT) - 1
         following = (torch.stack([state.draw for state in states]) + below) & ~below
         for state, draw in zip(states, following.unbind(), strict=True):
             state.draw = draw
-    for alike in histories.values():
-        roll(alike)
+    for (_, group), alike in histories.items():
+        roll(alike, group)
+
+
+def share_amaxes(model: nn.Module, group: ProcessGroup | None = None) -> None:
+    """Join the amaxes of delayed scales over data-parallel ranks, so that all of them scale alike.
+
+    From now on each step's end takes the largest amax of the ranks: one all-reduce for all layers. Every rank must
+    lower the same model and step the same optimizers, as data parallelism does anyway.
+
+    Args:
+        model: its lowered layers share theirs.
+        group: the ranks; all of them by default.
+
+    Raises:
+        NarrowgateError: there is no process group yet.
+    """
+    if not torch.distributed.is_initialized():
+        raise NarrowgateError("share_amaxes needs torch.distributed.init_process_group first")
+    group = group or torch.distributed.group.WORLD
+    for module in model.modules():
+        if isinstance(module, LowPrecisionLayer):
+            layer_state(module).group = group
 
 
 def _after_optimizer_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if not _LIVE:
         return
     stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    layers = [layer for layer in _LIVE if layer_state(layer).stochastic or layer_state(layer).histories]
+    layers = [layer for layer in _LIVE.values() if layer_state(layer).stochastic or layer_state(layer).histories]
     ended: list[LowPrecisionLayer] = []
     for layer in layers:
         # The first trainable Parameter, its weight, stands for a layer: weight and bias may have an optimizer each.
@@ -260,7 +293,7 @@ def _install_hook() -> None:
 
 def _watch(layer: LowPrecisionLayer) -> None:
     _install_hook()
-    _LIVE.add(layer)
+    _LIVE[next(_LOWERED)] = layer
 
 
 @cache

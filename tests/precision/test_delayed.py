@@ -8,7 +8,12 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
-from narrowgate.precision import AmaxHistory, NarrowgateError, quantize, roll
+from narrowgate.precision import AmaxHistory, NarrowgateError, quantize, roll, share_amaxes
+from narrowgate.precision.config import GemmConfig, LinearConfig
+from narrowgate.precision.layer import layer_state
+from narrowgate.precision.linear import lower_linear
+from narrowgate.precision.spec import Spec
+from torch import nn
 from torch.multiprocessing.spawn import start_processes
 
 SPEC = "fp8_e4m3+delayed(3)"
@@ -118,3 +123,34 @@ def _rank(rank: int, port: int) -> None:
 
 def test_data_parallel_ranks_share_one_history(unused_port):
     start_processes(_rank, args=(unused_port,), nprocs=2, start_method="fork")
+
+
+def _training_rank(rank: int, port: int) -> None:
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    spec = Spec.parse("fp8_e4m3+delayed(3)")
+    for name, layer in model.named_children():
+        lower_linear(layer, LinearConfig(*[GemmConfig(spec, spec)] * 3), name=name)
+    share_amaxes(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    largest = []
+    for step in range(2):
+        model(torch.full((4, 16), float(1 + rank + 4 * step))).sum().backward()
+        optimizer.step()
+        largest.append(layer_state(model[0]).histories["fprop", "input"].history.max().item())
+    assert largest == [2.0, 6.0], "the larger rank's input, on both ranks"
+    held = torch.stack([h.history for layer in model for h in layer_state(layer).histories.values()])
+    first = held.clone()
+    dist.broadcast(first, 0)
+    assert torch.equal(held, first)
+    dist.destroy_process_group()
+
+
+def test_lowered_layers_share_amaxes_at_the_end_of_each_step(unused_port):
+    start_processes(_training_rank, args=(unused_port,), nprocs=2, start_method="fork")
+
+
+def test_sharing_amaxes_needs_ranks():
+    with pytest.raises(NarrowgateError, match="init_process_group first"):
+        share_amaxes(nn.Linear(2, 2))
