@@ -37,6 +37,12 @@ def _device_names(incomplete: str) -> list[str]:
     return [name for name in ("auto", *NAMED_DEVICES) if name.startswith(incomplete)]
 
 
+def _benchmark_names(incomplete: str) -> list[str]:
+    from .cli_bench import BENCHMARKS
+
+    return [name for name in BENCHMARKS if name.startswith(incomplete)]
+
+
 def _schema_names(incomplete: str) -> list[str]:
     from .cli_recipes import SCHEMAS
 
@@ -272,6 +278,57 @@ def inspect(
             device=device,
             json=json,
             quiet=quiet,
+        )
+    )
+
+
+@app.command()
+def bench(
+    benchmarks: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Argument(
+            metavar="[casts|gemms|mlp]...", help="What to measure [default: all].", autocompletion=_benchmark_names
+        ),
+    ] = None,
+    case: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option(metavar="GLOB", help="Only cases of this name, for example 'swiglu*' or d2048; may be repeated."),
+    ] = None,
+    out: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(metavar="FILE", help="Also write the JSON there."),
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Fewer cases and turns; with --device cpu tiny ones, to try the code.")
+    ] = False,
+    device: Annotated[str, typer.Option(help="auto, cpu (with --quick only) or cuda.")] = "auto",
+    rounds: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(min=1, help="How often every arm takes its turn."),
+    ] = None,
+    json: Json = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
+) -> None:
+    """Time cast kernels, products and MLP blocks against BF16 and installed peers, all in turns in one run.
+
+    Exit code 4: a kernel's codes are not the reference's, or a row moves more bytes than a copy can.
+
+    Example: narrowgate bench casts --case 'swiglu*' --out casts.json
+    """
+    from .cli_bench import BenchOptions, bench_command
+
+    raise typer.Exit(
+        bench_command(
+            BenchOptions(
+                benchmarks=tuple(benchmarks or ()),
+                cases=tuple(case or ()),
+                out=out,
+                quick=quick,
+                device=device,
+                rounds=rounds,
+                json=json,
+                quiet=quiet,
+            )
         )
     )
 

@@ -168,7 +168,7 @@ def test_doctor_says_what_is_native_and_why_not(narrowgate) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [[], ["gate"], ["plan"], ["inspect"], ["recipes"], ["show"], ["validate"], ["doctor"]]
+    "command", [[], ["gate"], ["plan"], ["inspect"], ["recipes"], ["show"], ["validate"], ["doctor"], ["bench"]]
 )
 def test_help_answers_without_loading_what_the_work_needs(command: list[str]) -> None:
     code = f"""
