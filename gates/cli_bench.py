@@ -11,6 +11,7 @@ from typing import Any
 
 from ..precision.errors import NarrowgateError, did_you_mean
 from . import exits
+from .files import check_writable, write_together
 
 BENCHMARKS = ("casts", "gemms", "mlp")
 
@@ -59,7 +60,9 @@ def bench_command(options: BenchOptions) -> int:
         )
     out = None if options.out is None else Path(options.out)
     if out is not None:
-        _check_writable(out)
+        if out.exists() and not out.is_file():
+            raise NarrowgateError(f"--out {out}: expected the path of a file")
+        check_writable(out.parent)
     import torch
 
     from .bench.suite import Settings, run_benchmark, table
@@ -79,7 +82,7 @@ def bench_command(options: BenchOptions) -> int:
         faults += found.faults
         if out is not None:
             # After each, so that an interrupt loses one benchmark, not all.
-            out.write_text(_text(documents), encoding="utf-8")
+            write_together(out.parent, {out.name: _text(documents)})
         if not options.json:
             print("\n".join([f"{name} on {found.document['machine']}", *table(found.columns, found.document["rows"])]))
     if options.json:
@@ -92,15 +95,6 @@ def bench_command(options: BenchOptions) -> int:
 def _text(documents: list[dict[str, Any]]) -> str:
     """One document, or the list of several."""
     return json.dumps(documents[0] if len(documents) == 1 else documents, indent=1, allow_nan=False) + "\n"
-
-
-def _check_writable(out: Path) -> None:
-    """Open before hours of work would be lost."""
-    try:
-        with out.open("a", encoding="utf-8"):
-            pass
-    except OSError as error:
-        raise NarrowgateError(f"--out {out}: {error.strerror}") from None
 
 
 def _progress(line: str) -> None:

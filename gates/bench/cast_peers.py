@@ -7,6 +7,7 @@ Sources: Transformer Engine 2.20.2, ``transformer_engine/pytorch/tensor/float8_t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,8 +18,8 @@ from ...precision.spec import Spec
 from .cast_cases import SCALES
 from .timing import Say
 
-#: (peer, scale as our cases name it, the cast of one matrix).
-Peer = tuple[str, str, Callable[[Tensor], Any]]
+#: (peer, scale as our cases name it, what makes the cast of one matrix).
+Peer = tuple[str, str, Callable[[], Callable[[Tensor], Any]]]
 
 
 def cast_peers(say: Say) -> Iterator[Peer]:
@@ -34,11 +35,14 @@ def _transformer_engine(say: Say) -> Iterator[Peer]:
     except (ImportError, OSError) as error:
         say(f"skipped: transformer_engine: {error}")
         return
-    scale, amax = (torch.ones(1, device="cuda") for _ in range(2))
-    delayed = te.Float8Quantizer(scale=scale, amax=amax, fp8_dtype=DType.kFloat8E4M3, rowwise=True, columnwise=True)
+
+    def delayed() -> Any:
+        scale, amax = (torch.ones(1, device="cuda") for _ in range(2))
+        return te.Float8Quantizer(scale=scale, amax=amax, fp8_dtype=DType.kFloat8E4M3, rowwise=True, columnwise=True)
+
     yield "transformer_engine", "delayed", delayed
     for name in ("tensor", "1x128", "128x128"):
-        yield "transformer_engine", name, quantizer(Spec.parse(SCALES[name]))
+        yield "transformer_engine", name, partial(quantizer, Spec.parse(SCALES[name]))
 
 
 def _torchao(say: Say) -> Iterator[Peer]:
@@ -65,4 +69,4 @@ def _torchao(say: Say) -> Iterator[Peer]:
         return rows, columns.t().contiguous()
 
     for name, cast in (("tensor", tensor), ("row", row)):
-        yield "torchao", name, torch.compile(cast, dynamic=False)
+        yield "torchao", name, partial(torch.compile, cast, dynamic=False)

@@ -26,7 +26,7 @@ from .cast_peers import cast_peers
 from .timing import COPY_BYTES, Say, Work, copier, host_microseconds, in_turns, rotating, terabytes_per_second
 
 #: Launches in a graph; over all sets of inputs, this many times the cache is read before a set comes again.
-_LAUNCHES, _CACHES = 12, 6
+_LAUNCHES, _CACHES = 20, 6
 _QUICK_COPY_BYTES = 1 << 20
 _COPY = "copy"
 
@@ -151,11 +151,12 @@ def _peers(cases: Sequence[CastCase], sets: Sequence[list[Tensor]], say: Say) ->
     """What peers make of the same matrix, counted by the bytes of our case with the same scale."""
     arms = []
     nearest = {case.scale: case for case in cases if not case.stochastic}
-    for peer, scale, cast in cast_peers(say):
+    for peer, scale, make in cast_peers(say):
         if scale not in nearest:
             continue
         case = nearest[scale]
         try:
+            cast = make()
             for (x,) in sets:
                 cast(x)
             torch.cuda.synchronize()

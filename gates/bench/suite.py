@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ...precision.errors import NarrowgateError
+from .agreement import CODE_SHARE, CODE_STEPS, SCALE_TOLERANCE
 from .casts import cast_faults, measure_casts
 from .gemms import measure_gemms
 from .mlp import measure_mlp
@@ -75,6 +76,7 @@ def run_benchmark(name: str, settings: Settings, command: str) -> Found:
             wanted=settings.wanted,
         )
         faults = cast_faults(rows)
+        facts = {"tolerance": {"codes": CODE_SHARE, "steps": CODE_STEPS, "scale": SCALE_TOLERANCE}}
     elif name == "gemms":
         rows = measure_gemms(device=device, say=settings.say, quick=settings.quick, wanted=settings.wanted)
     else:

@@ -187,11 +187,13 @@ def test_every_benchmark_runs_on_a_cpu_and_says_what_is_emulated(narrowgate, tmp
     (("--device", "cuda"), "no CUDA device"),
     (("cast", *ON_CPU), "did you mean 'casts'"),
     (("gemms", *ON_CPU, "--case", "no-such"), "bench gemms: no case matches no-such"),
-    (("gemms", *ON_CPU, "--out", "absent/x.json"), "absent/x.json: No such file"),
+    (("gemms", *ON_CPU, "--out", "."), "--out .: expected the path of a file"),
+    (("gemms", *ON_CPU, "--out", "a-file/x.json"), "a-file: cannot write"),
     ((*ON_CPU, "--rounds", "0"), "--rounds"),
 ])  # fmt: skip
 def test_what_cannot_be_measured_is_one_line_and_exit_2(narrowgate, no_gpu, tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "a-file").touch()
     code, text, errors = narrowgate("bench", *arguments)
     assert code == 2
     assert text == ""
