@@ -16,6 +16,8 @@ from narrowgate.gates.bench.casts import cast_faults, measure_casts
 from narrowgate.gates.bench.gemms import gemm_rows, with_shares
 from narrowgate.gates.bench.timing import in_turns
 from narrowgate.precision.fusion import fuse_casts
+from narrowgate.precision.kernels.program import Program
+from narrowgate.precision.kernels.reference import values
 from narrowgate.recipes.rates import load_rates
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -101,9 +103,18 @@ def test_measured_programs_are_those_that_compiled_graphs_get():
     def gradient(gate, up, grad):
         return _cast(torch.cat([torch.ops.aten.silu_backward(grad * up, gate), grad * F.silu(gate)], -1))
 
-    assert _program(swiglu, h) == programs["swiglu"]
-    assert _program(gradient, *h.chunk(2, -1), grad) == programs["d_swiglu"]
-    assert _program(lambda x, w: _cast(F.rms_norm(x, (N,), w, 1e-6)), grad, weight) == programs["rms_norm"]
+    gate, up = h.chunk(2, -1)
+    square = grad.float().square().mean(-1, keepdim=True)
+    traced = {
+        "swiglu": (_program(swiglu, h), [gate, up]),
+        "d_swiglu": (_program(gradient, gate, up, grad), [grad, up, gate]),
+        "rms_norm": (_program(lambda x, w: _cast(F.rms_norm(x, (N,), w, 1e-6)), grad, weight), [grad, square, weight]),
+    }
+    for name, (text, leaves) in traced.items():
+        # PyTorch's versions spell a sigmoid differently; what is read, written and computed must be the same.
+        found, measured = Program.parse(text), Program.parse(programs[name])
+        assert (found.leaves, found.pieces) == (measured.leaves, measured.pieces)
+        torch.testing.assert_close(values(leaves, found), values(leaves, measured))
 
 
 def _codes(*values: float) -> torch.Tensor:
