@@ -1,7 +1,7 @@
 """The casts that are measured: what is cast, at which scale, and how many bytes that must move.
 
-Programs are those that :mod:`narrowgate.precision.fusion` makes of Inductor's graphs of these modules under PyTorch 2.13;
-other versions write a sigmoid in a few more instructions.
+Programs are those that :mod:`narrowgate.precision.fusion` makes of Inductor's graphs of these modules under PyTorch
+2.13; other versions write a sigmoid in a few more instructions.
 """
 
 from __future__ import annotations
