@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 from .config import GemConfig
 from .functional import ACTIVATION_FUNCTIONS, RMSNorm, linear, unit_rms
-from .jagged import Window
+from .jagged import Rows, Window, even_rows
+from .jagged_operator import jagged_attention
+from .kernels.reference import Rules
 
 
 def pointwise_attention(
@@ -58,6 +60,37 @@ def sequence_mask(length: int, n_summary: int, window: int | None, device: torch
     return mask
 
 
+def pointwise_attention_in_rows(
+    q: Tensor, k: Tensor, v: Tensor, queries: Rows, keys: Rows, config: GemConfig, *, causal: bool = False
+) -> Tensor:
+    """Return what :func:`pointwise_attention` does of padded rows, without padding them.
+
+    Args:
+        q: [Tq, d].
+        k: [Tk, d].
+        v: [Tk, d].
+        queries: the rows of ``q``.
+        keys: the rows of ``k`` and ``v``; their width is what sums are divided by.
+        config: heads, activation, and with ``causal`` the window of :func:`sequence_mask`.
+        causal: queries and keys are the same tokens, and see no later ones.
+
+    Returns:
+        [Tq, d] in the type of ``v``; zeros outside of the rows.
+    """
+    query, key, value = (t.unflatten(-1, (config.heads, -1)) for t in (q, k, v))
+    rules = Rules(
+        max_q=queries.width,
+        max_kv=keys.width,
+        activation=config.activation,
+        scale=query.shape[-1] ** -0.5,
+        norm=float(keys.width),
+        causal=causal,
+        window=(config.window or 0) if causal else 0,
+        n_summary=config.n_summary if causal else 0,
+    )
+    return jagged_attention(unit_rms(query), unit_rms(key), value, queries.offsets, keys.offsets, rules).flatten(1)
+
+
 class Pooling(nn.Module):
     """Pooling by multi-head attention: few learned queries over a long sequence."""
 
@@ -68,9 +101,15 @@ class Pooling(nn.Module):
         self.norm = RMSNorm(config.d, config)
         self.kv = linear(config.d, 2 * config.d, config)
 
-    def forward(self, tokens: Tensor, window: Window) -> Tensor:
+    def forward(self, tokens: Tensor, window: Rows) -> Tensor:
         """[T, d] -> [B, n_pma, d]."""
-        k, v = window.pad(self.kv(self.norm(tokens))).chunk(2, -1)
+        kv = self.kv(self.norm(tokens))
+        if not isinstance(window, Window):
+            k, v = kv.chunk(2, -1)
+            q = self.seeds.to(k.dtype).repeat(window.batch, 1)
+            queries = even_rows(window.batch, self.config.n_pma, k.device)
+            return pointwise_attention_in_rows(q, k, v, queries, window, self.config).unflatten(0, (window.batch, -1))
+        k, v = window.pad(kv).chunk(2, -1)
         q = self.seeds.to(k.dtype).expand(window.batch, -1, -1)
         activation = ACTIVATION_FUNCTIONS[self.config.activation]
         return pointwise_attention(q, k, v, heads=self.config.heads, activation=activation)
@@ -96,13 +135,13 @@ class SequenceArch(nn.Module):
         self.attention_norm = RMSNorm(d, config)
         self.out = linear(d, d, config)
 
-    def forward(self, tokens: Tensor, summary: Tensor, window: Window) -> Tensor:
+    def forward(self, tokens: Tensor, summary: Tensor, window: Rows) -> Tensor:
         """Update the flat tokens.
 
         Args:
             tokens: [T, d].
             summary: [B, n_summary, d], the feature summary of each row.
-            window: the whole rows.
+            window: the whole rows, padded or as they lie.
 
         Returns:
             [T, d].
@@ -110,14 +149,29 @@ class SequenceArch(nn.Module):
         config = self.config
         activation = ACTIVATION_FUNCTIONS[config.activation]
         kv = self.pffn_kv(summary.flatten(1)).unflatten(-1, (config.pffn_tokens, -1))
-        k, v = kv.chunk(2, -1)
-        q = window.pad(self.pffn_q(self.pffn_norm(tokens)))
-        fed = pointwise_attention(q, k, v, heads=config.heads, activation=activation)
-        tokens = tokens + window.flatten(fed)
-
+        tokens = tokens + self._feed(self.pffn_q(self.pffn_norm(tokens)), kv, window)
         u, vqk = activation(self.uvqk(self.norm(tokens))).split([config.d, 3 * config.d], -1)
-        v, q, k = window.pad(vqk).chunk(3, -1)
-        mask = sequence_mask(window.width, config.n_summary, config.window, tokens.device)
-        seen = pointwise_attention(q, k, v, heads=config.heads, activation=activation, mask=mask)
-        update = self.out(self.attention_norm(window.flatten(seen)) * u)
+        update = self.out(self.attention_norm(self._attend(vqk, window)) * u)
         return tokens + F.dropout(update, config.sequence_dropout, self.training)
+
+    def _feed(self, q: Tensor, kv: Tensor, window: Rows) -> Tensor:
+        """Queries [T, d] over the keys and values [B, pffn_tokens, 2 d] of their rows -> [T, d]."""
+        config = self.config
+        if not isinstance(window, Window):
+            keys = even_rows(window.batch, config.pffn_tokens, q.device)
+            k, v = kv.flatten(0, 1).chunk(2, -1)
+            return pointwise_attention_in_rows(q, k, v, window, keys, config)
+        activation = ACTIVATION_FUNCTIONS[config.activation]
+        k, v = kv.chunk(2, -1)
+        return window.flatten(pointwise_attention(window.pad(q), k, v, heads=config.heads, activation=activation))
+
+    def _attend(self, vqk: Tensor, window: Rows) -> Tensor:
+        """Values, queries and keys [T, 3 d] -> [T, d], each token over what :func:`sequence_mask` shows it."""
+        config = self.config
+        if not isinstance(window, Window):
+            v, q, k = vqk.chunk(3, -1)
+            return pointwise_attention_in_rows(q, k, v, window, window, config, causal=True)
+        activation = ACTIVATION_FUNCTIONS[config.activation]
+        v, q, k = window.pad(vqk).chunk(3, -1)
+        mask = sequence_mask(window.width, config.n_summary, config.window, vqk.device)
+        return window.flatten(pointwise_attention(q, k, v, heads=config.heads, activation=activation, mask=mask))

@@ -9,6 +9,9 @@ from ..precision.errors import NarrowgateError, did_you_mean
 #: Pointwise activations, each zero at zero: padded attention slots then contribute exactly nothing.
 ACTIVATIONS = ("silu", "gelu", "hardswish")
 RESIDUALS = ("fp32", "autocast")
+ATTENTIONS = ("padded", "jagged")
+#: The widest head that the kernels of jagged attention take.
+MAX_JAGGED_HEAD = 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +71,8 @@ class GemConfig:
     norm_block: int | None = None
     #: Type of the sequence's residual stream under autocast: FP32, or the autocast type, which halves its traffic.
     residual: str = "fp32"
+    #: How attention lays out rows: padded to ``max_tokens``, or as they lie in memory, by kernels of its own on a GPU.
+    attention: str = "padded"
 
     def __post_init__(self) -> None:
         counts = ("d", "heads", "layers", "max_tokens", "n_summary", "n_pma", "n_recent", "n_lcb", "n_fmb", "fm_rank",
@@ -97,6 +102,12 @@ class GemConfig:
                 raise NarrowgateError(f"model field '{name}' must lie in [0, 1), found {getattr(self, name)}")
         _one_of("activation", self.activation, ACTIVATIONS)
         _one_of("residual", self.residual, RESIDUALS)
+        _one_of("attention", self.attention, ATTENTIONS)
+        if self.attention == "jagged" and self.d // self.heads > MAX_JAGGED_HEAD:
+            raise NarrowgateError(
+                f"model field 'heads' must leave heads at most {MAX_JAGGED_HEAD} wide with jagged attention, found"
+                f" {self.d} / {self.heads} = {self.d // self.heads}"
+            )
 
     @property
     def max_events(self) -> int:

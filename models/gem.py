@@ -18,7 +18,7 @@ from .experts import Experts
 from .features import FeatureSpec
 from .functional import ACTIVATION_FUNCTIONS, TokenMixer, linear
 from .interaction import Interaction
-from .jagged import Jagged, Window, append_tokens
+from .jagged import Jagged, Rows, Window, append_tokens
 
 
 class CrossArch(nn.Module):
@@ -31,7 +31,7 @@ class CrossArch(nn.Module):
         self.pooling = Pooling(config)
         self.sequence_gate = linear(config.d, config.d, config)
 
-    def forward(self, features: Tensor, tokens: Tensor, window: Window, tail: Window) -> tuple[Tensor, Tensor]:
+    def forward(self, features: Tensor, tokens: Tensor, window: Rows, tail: Window) -> tuple[Tensor, Tensor]:
         """Summarize both sides.
 
         Args:
@@ -60,7 +60,7 @@ class GemLayer(Checkpointed):
         self.sequence = SequenceArch(config)
         self.experts = Experts(config) if config.experts else None
 
-    def forward(self, features: Tensor, tokens: Tensor, window: Window, tail: Window) -> tuple[Tensor, Tensor]:
+    def forward(self, features: Tensor, tokens: Tensor, window: Rows, tail: Window) -> tuple[Tensor, Tensor]:
         """Return the next feature tokens [B, n_interaction, d] and sequence tokens [T, d]."""
         of_features, of_sequence = self.run_region("cross", features, tokens, window, tail)
         tokens = self.run_region("sequence", tokens, of_features, window)
@@ -108,7 +108,8 @@ class GemModel(nn.Module):
         features = self._stream(self.sparse(batch))
         events = self._stream(self.encoder(batch, self.sparse))
         tokens, layout = append_tokens(events, Jagged(batch.event_rows, batch.offsets), self.summary(features))
-        window = layout.window(config.max_tokens)
+        padded = config.attention == "padded"
+        window = layout.window(config.max_tokens) if padded else layout.last(config.max_tokens)
         tail = layout.window(config.n_summary + config.n_recent)
         for layer in self.layers:
             features, tokens = layer(features, tokens, window, tail)

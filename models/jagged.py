@@ -32,11 +32,23 @@ class _Gather(torch.autograd.Function):
 
 
 @dataclass(frozen=True, eq=False)
-class Window:
-    """The map between flat tokens and the last ``width`` tokens of each of ``batch`` rows."""
+class Rows:
+    """The last ``width`` tokens of each row of flat tokens."""
 
     width: int
-    batch: int
+    #: [B + 1] int64.
+    offsets: Tensor
+
+    @property
+    def batch(self) -> int:
+        """Number of rows."""
+        return self.offsets.shape[0] - 1
+
+
+@dataclass(frozen=True, eq=False)
+class Window(Rows):
+    """The map between flat tokens and the padded last ``width`` tokens of each row."""
+
     #: [B * width]: the token of each slot, and whether there is one.
     pad_index: Tensor
     pad_valid: Tensor
@@ -64,6 +76,10 @@ class Jagged:
     #: [B + 1] int64.
     offsets: Tensor
 
+    def last(self, width: int) -> Rows:
+        """Return the last ``width`` tokens of every row, where they lie."""
+        return Rows(width, self.offsets)
+
     def window(self, width: int) -> Window:
         """Return the map to the last ``width`` tokens of every row."""
         batch = self.offsets.shape[0] - 1
@@ -77,12 +93,17 @@ class Jagged:
         kept = live & (place >= 0)
         return Window(
             width,
-            batch,
+            self.offsets,
             torch.where(present, token, 0).reshape(-1),
             present.reshape(-1),
             torch.where(kept, row * width + place, 0),
             kept,
         )
+
+
+def even_rows(batch: int, count: int, device: torch.device) -> Rows:
+    """Return ``batch`` rows of ``count`` tokens each."""
+    return Rows(count, count * torch.arange(batch + 1, device=device))
 
 
 def append_tokens(x: Tensor, layout: Jagged, extra: Tensor) -> tuple[Tensor, Jagged]:

@@ -98,6 +98,7 @@ _PRESETS = (
         model=GemConfig(
             d=512, heads=4, layers=3, max_tokens=256, n_summary=8, n_pma=8, n_recent=8, n_lcb=32, n_fmb=32, fm_rank=64,
             fm_hidden=(8192, 8192), cross_rank=512, pffn_tokens=32, head_hidden=512, residual="autocast",
+            attention="jagged",
         ),
         training=TrainingConfig(
             batch_size=4096, eval_batch_size=4096, steps=2000, epochs=1, lr=5e-4, table_lr=0.02, token_multiple=8192
@@ -109,6 +110,7 @@ _PRESETS = (
         model=GemConfig(
             d=512, heads=4, layers=2, max_tokens=2048, n_summary=2, n_pma=8, n_recent=8, n_lcb=32, n_fmb=32, fm_rank=32,
             fm_hidden=(2048, 2048), cross_rank=256, pffn_tokens=256, window=256, head_hidden=512, residual="autocast",
+            attention="jagged",
         ),
         training=TrainingConfig(
             batch_size=1152, eval_batch_size=1152, steps=500, epochs=1, lr=5e-4, table_lr=0.02, token_multiple=16384

@@ -1,0 +1,1 @@
+"""Kernels of the models, each beside its plain PyTorch reference."""

@@ -1,0 +1,135 @@
+"""Pointwise attention over jagged rows in plain PyTorch: what the kernels compute, row by row and head by head.
+
+A row of queries meets the row of keys of the same number. Both are taken from their ends: of more than ``max_q``
+queries or ``max_kv`` keys the latest count, the others get zeros. With n queries and m keys, query i stands at key
+``i + m - n``: their ends are aligned, whatever their lengths.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_TANH_SCALE, _TANH_CUBE = math.sqrt(2 / math.pi), 0.044715
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What ``activation(scale · q kᵀ) v / norm`` is computed with, besides its tensors, and where a query may look."""
+
+    #: Queries and keys of a row that count, the latest ones; bounds that the host knows.
+    max_q: int
+    max_kv: int
+    #: A name of :data:`ACTIVATIONS`; each is zero at zero.
+    activation: str
+    scale: float
+    norm: float
+    #: A query sees no later key.
+    causal: bool = False
+    #: With ``causal``: nor one this many or more before it; 0 for no such limit.
+    window: int = 0
+    #: With ``window``: this many last queries of a row have no limit.
+    n_summary: int = 0
+
+    def mask(self, queries: int, keys: int, device: torch.device) -> Tensor | None:
+        """Return [queries, keys] bool, true where a query may look; None for everywhere."""
+        if not self.causal:
+            return None
+        at = torch.arange(queries, device=device).unsqueeze(1)
+        back = at + keys - queries - torch.arange(keys, device=device)
+        seen = back >= 0
+        return seen & ((back < self.window) | (at >= queries - self.n_summary)) if self.window else seen
+
+
+def _tanh_gate(x: Tensor) -> Tensor:
+    """(1 + tanh(√(2/π) (x + 0.044715 x³))) / 2, written as a sigmoid."""
+    return torch.sigmoid(2 * _TANH_SCALE * (x + _TANH_CUBE * x**3))
+
+
+def _silu_slope(x: Tensor) -> Tensor:
+    gate = torch.sigmoid(x)
+    return gate * (1 + x * (1 - gate))
+
+
+def _gelu_slope(x: Tensor) -> Tensor:
+    return 0.5 * (1 + torch.erf(x * math.sqrt(0.5))) + x * torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
+
+
+def _gelu_tanh_slope(x: Tensor) -> Tensor:
+    gate = _tanh_gate(x)
+    return gate + x * gate * (1 - gate) * 2 * _TANH_SCALE * (1 + 3 * _TANH_CUBE * x * x)
+
+
+def _hardswish_slope(x: Tensor) -> Tensor:
+    return torch.where(x < -3, 0.0, torch.where(x <= 3, x / 3 + 0.5, 1.0))
+
+
+#: Function and derivative by name. ``gelu`` is exact, ``gelu_tanh`` its approximation.
+ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "silu": (F.silu, _silu_slope),
+    "gelu": (F.gelu, _gelu_slope),
+    "gelu_tanh": (lambda x: x * _tanh_gate(x), _gelu_tanh_slope),
+    "hardswish": (F.hardswish, _hardswish_slope),
+    "relu": (F.relu, lambda x: (x > 0).to(x.dtype)),
+}
+
+
+def _rows(q_offsets: Tensor, kv_offsets: Tensor, rules: Rules) -> Iterator[tuple[slice, slice]]:
+    """Where the queries and the keys of each row lie that count."""
+    for (first, last), (first_key, last_key) in zip(
+        pairwise(q_offsets.tolist()), pairwise(kv_offsets.tolist()), strict=True
+    ):
+        yield slice(max(first, last - rules.max_q), last), slice(max(first_key, last_key - rules.max_kv), last_key)
+
+
+def _wide(x: Tensor) -> Tensor:
+    """[n, H, dh] -> [H, n, dh] in FP32, or FP64 where it is."""
+    return x.transpose(0, 1).to(torch.promote_types(x.dtype, torch.float32))
+
+
+def reference_forward(q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, rules: Rules) -> Tensor:
+    """Return [Tq, H, dh] in the type of ``q``, computed in FP32; zeros where a token belongs to no row.
+
+    Args:
+        q: [Tq, H, dh].
+        k: [Tk, H, dh].
+        v: [Tk, H, dh].
+        q_offsets: [B + 1] int64, from 0, never falling.
+        kv_offsets: [B + 1] int64.
+        rules: everything else.
+    """
+    function, _ = ACTIVATIONS[rules.activation]
+    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    for queries, keys in _rows(q_offsets, kv_offsets, rules):
+        query, key, value = _wide(q[queries]), _wide(k[keys]), _wide(v[keys])
+        scores = function(query @ key.transpose(1, 2) * rules.scale)
+        mask = rules.mask(query.shape[1], key.shape[1], q.device)
+        if mask is not None:
+            scores = scores * mask
+        out[queries] = (scores @ value / rules.norm).transpose(0, 1).to(q.dtype)
+    return out
+
+
+def reference_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, rules: Rules
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of ``q``, ``k`` and ``v`` for that of the output, each in its input's type and shape."""
+    function, slope = ACTIVATIONS[rules.activation]
+    of_q, of_k, of_v = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    for queries, keys in _rows(q_offsets, kv_offsets, rules):
+        query, key, value, wide = _wide(q[queries]), _wide(k[keys]), _wide(v[keys]), _wide(grad[queries]) / rules.norm
+        raw = query @ key.transpose(1, 2) * rules.scale
+        scores, inner = function(raw), wide @ value.transpose(1, 2) * slope(raw)
+        mask = rules.mask(query.shape[1], key.shape[1], q.device)
+        if mask is not None:
+            scores, inner = scores * mask, inner * mask
+        parts = inner @ key * rules.scale, inner.transpose(1, 2) @ query * rules.scale, scores.transpose(1, 2) @ wide
+        for target, at, part in zip((of_q, of_k, of_v), (queries, keys, keys), parts, strict=True):
+            target[at] = part.transpose(0, 1).to(target.dtype)
+    return of_q, of_k, of_v

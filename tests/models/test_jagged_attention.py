@@ -1,0 +1,314 @@
+"""Attention over jagged rows: the reference against padded attention, and the kernels against the reference.
+
+Kernels run on a GPU, or through Triton's interpreter (TRITON_INTERPRET=1), which does not multiply BF16.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+import pytest
+import torch
+from narrowgate.models import GemConfig, GemTask, Preset
+from narrowgate.models.attention import (
+    Pooling,
+    SequenceArch,
+    pointwise_attention,
+    pointwise_attention_in_rows,
+    sequence_mask,
+)
+from narrowgate.models.checkpointing import checkpoint_activations
+from narrowgate.models.functional import ACTIVATION_FUNCTIONS
+from narrowgate.models.jagged import Jagged, Rows, even_rows
+from narrowgate.models.jagged_operator import jagged_attention
+from narrowgate.models.kernels.reference import ACTIVATIONS, Rules, reference_backward, reference_forward
+from narrowgate.precision.errors import NarrowgateError
+from torch import Tensor
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+kernel_test = pytest.mark.skipif(False, reason="runs here") if INTERPRETED else pytest.mark.gpu
+#: What needs no kernel, and would take the interpreter minutes.
+plain_test = pytest.mark.skipif(INTERPRETED, reason="the reference's tests run without the interpreter")
+
+LENGTHS, DEAD, WIDTH = [6, 0, 9, 4, 1, 12], 3, 10
+CONFIG = GemConfig(d=16, heads=2, layers=1, max_tokens=WIDTH, n_summary=2)
+
+
+def offsets(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0)
+
+
+def layout() -> Jagged:
+    numbers = torch.repeat_interleave(torch.arange(len(LENGTHS) + 1), torch.tensor([*LENGTHS, DEAD]))
+    return Jagged(numbers, offsets(LENGTHS))
+
+
+def tokens(count: int = sum(LENGTHS) + DEAD) -> Tensor:
+    return torch.randn(count, CONFIG.d, requires_grad=True)
+
+
+def results(out: Tensor, *inputs: Tensor) -> list[Tensor]:
+    torch.manual_seed(5)
+    return [out, *torch.autograd.grad(out, inputs, torch.randn(out.shape))]
+
+
+def same(found: list[Tensor], expected: list[Tensor]) -> None:
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+        assert b.any()
+
+
+@plain_test
+@pytest.mark.parametrize("activation", ["silu", "gelu", "hardswish"])
+@pytest.mark.parametrize("window", [None, 1, 3])
+def test_self_attention_equals_the_padded_one(window: int | None, activation: str) -> None:
+    config = dataclasses.replace(CONFIG, window=window, activation=activation)
+    q, k, v, rows, padded = tokens(), tokens(), tokens(), layout().last(WIDTH), layout().window(WIDTH)
+    mask = sequence_mask(WIDTH, config.n_summary, window, q.device)
+    expected = pointwise_attention(
+        *map(padded.pad, (q, k, v)), heads=2, activation=ACTIVATION_FUNCTIONS[activation], mask=mask
+    )
+    found = pointwise_attention_in_rows(q, k, v, rows, rows, config, causal=True)
+    same(results(found, q, k, v), results(padded.flatten(expected), q, k, v))
+
+
+@plain_test
+def test_long_queries_over_few_keys_equal_the_padded_ones() -> None:
+    q, k, v, padded = tokens(), tokens(18), tokens(18), layout().window(WIDTH)
+    expected = pointwise_attention(
+        padded.pad(q), k.view(6, 3, -1), v.view(6, 3, -1), heads=2, activation=torch.nn.functional.silu
+    )
+    found = pointwise_attention_in_rows(q, k, v, layout().last(WIDTH), even_rows(6, 3, q.device), CONFIG)
+    same(results(found, q, k, v), results(padded.flatten(expected), q, k, v))
+
+
+@plain_test
+def test_few_queries_over_long_keys_equal_the_padded_ones() -> None:
+    q, k, v, padded = tokens(12), tokens(), tokens(), layout().window(WIDTH)
+    expected = pointwise_attention(
+        q.view(6, 2, -1), padded.pad(k), padded.pad(v), heads=2, activation=torch.nn.functional.silu
+    )
+    found = pointwise_attention_in_rows(q, k, v, even_rows(6, 2, q.device), layout().last(WIDTH), CONFIG)
+    same(results(found, q, k, v), results(expected.flatten(0, 1), q, k, v))
+
+
+@plain_test
+@pytest.mark.parametrize("changes", [{}, {"window": 2, "bias": True}, {"activation": "gelu", "layers": 1}])
+def test_the_model_computes_the_same_with_either(small: Preset, changes: dict[str, Any]) -> None:
+    found = []
+    for attention in ("padded", "jagged"):
+        config = dataclasses.replace(small.model, attention=attention, **changes)
+        task = GemTask.open(dataclasses.replace(small, model=config), "synthetic")
+        torch.manual_seed(0)
+        model = task.build_model().eval()
+        loss = task.loss(model, next(iter(task.train_batches(0))))
+        found.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-6)
+
+
+def jagged_task(small: Preset) -> GemTask:
+    config = dataclasses.replace(small.model, attention="jagged", window=3, layers=1)
+    return GemTask.open(dataclasses.replace(small, model=config), "synthetic")
+
+
+@plain_test
+def test_a_layer_compiles_into_one_graph() -> None:
+    layer, pooling = SequenceArch(dataclasses.replace(CONFIG, window=3)).eval(), Pooling(CONFIG)
+
+    def both(x: Tensor, summary: Tensor, at: Tensor) -> Tensor:
+        rows = Rows(WIDTH, at)
+        return pooling(layer(x, summary, rows), rows)
+
+    x, summary = tokens(), torch.randn(len(LENGTHS), 2, CONFIG.d)
+    compiled = torch.compile(both, backend="aot_eager", fullgraph=True)
+    found, expected = (results(f(x, summary, offsets(LENGTHS)), x, *layer.parameters()) for f in (compiled, both))
+    same(found, expected)
+
+
+@plain_test
+@pytest.mark.parametrize("mode", ["all", "pointwise"])
+def test_recomputing_changes_no_bit(small: Preset, mode: str) -> None:
+    task = jagged_task(small)
+    model, batch = task.build_model().eval(), next(iter(task.train_batches(0)))
+    found = []
+    for regions in ({}, {"sequence": mode, "cross": mode}):
+        checkpoint_activations(model, regions)
+        found.append(torch.autograd.grad(task.loss(model, batch), list(model.parameters())))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_dead_tokens_stay_zero(autocast: bool) -> None:
+    q, rows = tokens(), layout().last(WIDTH)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        out = pointwise_attention_in_rows(q, q, q, rows, rows, CONFIG, causal=True)
+    (grad,) = torch.autograd.grad(out.sum(), q)
+    for x in (out, grad):
+        assert not x[-DEAD:].any()
+        assert not x[sum(LENGTHS[:-1]) :][: LENGTHS[-1] - WIDTH].any(), "cut to the latest tokens"
+        kept = torch.cat([x[: sum(LENGTHS[:-1])], x[-DEAD - WIDTH : -DEAD]])
+        assert kept.any(1).all()
+
+
+QUERIES, KEYS = [3, 0, 5, 2], [4, 3, 2, 0]
+
+
+@plain_test
+@pytest.mark.parametrize("activation", list(ACTIVATIONS))
+@pytest.mark.parametrize("rules", [{}, {"causal": True}, {"causal": True, "window": 2, "n_summary": 1}], ids=str)
+def test_gradients_of_the_reference_match_numeric_ones(activation: str, rules: dict[str, Any]) -> None:
+    q, k, v = (torch.randn(n, 2, 3, dtype=torch.float64, requires_grad=True) for n in (11, 10, 10))
+    made = Rules(4, 3, activation, 0.7, 3.0, **rules)
+
+    class Both(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            ctx.save_for_backward(q, k, v)
+            return reference_forward(q, k, v, offsets(QUERIES), offsets(KEYS), made)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Any:
+            q, k, v = ctx.saved_tensors
+            return reference_backward(grads[0], q, k, v, offsets(QUERIES), offsets(KEYS), made)
+
+    assert torch.autograd.gradcheck(Both.apply, (q, k, v), fast_mode=True)
+
+
+@plain_test
+def test_the_operator_is_registered_soundly() -> None:
+    q, k, v = (torch.randn(n, 2, 3, dtype=torch.float64, requires_grad=True) for n in (11, 10, 10))
+    rules = (4, 3, "silu", 0.7, 3.0, True, 2, 1)
+    torch.library.opcheck(torch.ops.narrowgate.jagged_attention, (q, k, v, offsets(QUERIES), offsets(KEYS), *rules))
+
+
+@pytest.mark.parametrize(
+    ("changes", "rules", "message"),
+    [
+        ({"k": torch.zeros(10, 2, 4)}, {}, r"found \[11, 2, 3\], \[10, 2, 4\], \[10, 2, 3\]"),
+        ({"v": torch.zeros(10, 2, 3).double()}, {}, "takes one type"),
+        ({"q_offsets": torch.tensor([0, 11])}, {}, r"of one B, found \[2\], \[5\]"),
+        ({}, {"activation": "softmax"}, "found 'softmax'"),
+        ({}, {"window": 2}, "a window needs causal=True"),
+    ],
+)
+def test_what_does_not_fit_is_refused(changes: dict[str, Tensor], rules: dict[str, Any], message: str) -> None:
+    inputs = {
+        "q": torch.zeros(11, 2, 3), "k": torch.zeros(10, 2, 3), "v": torch.zeros(10, 2, 3),
+        "q_offsets": offsets(QUERIES), "kv_offsets": offsets(KEYS),
+    }  # fmt: skip
+    with pytest.raises(NarrowgateError, match=message):
+        jagged_attention(**(inputs | changes), rules=dataclasses.replace(Rules(5, 4, "silu", 1.0, 1.0), **rules))
+
+
+def test_impossible_configurations_say_why() -> None:
+    with pytest.raises(NarrowgateError, match="'attention' is one of padded, jagged, found 'ragged'"):
+        dataclasses.replace(CONFIG, attention="ragged")
+    with pytest.raises(NarrowgateError, match=r"'heads' must leave heads at most 128 wide .* found 512 / 2 = 256"):
+        dataclasses.replace(CONFIG, d=512, attention="jagged")
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the interpreter tiles are small, so that short rows are several of them."""
+    if INTERPRETED:
+        from narrowgate.models.kernels import launch
+
+        sizes = {"forward": (16, 32), "query_gradient": (32, 16), "key_gradient": (16, 16)}
+        for name, (queries, keys) in sizes.items():
+            monkeypatch.setitem(launch.TILES, name, (launch.Tiles(queries, keys, 4, 1),) * 2)
+
+
+#: Lengths past several tiles of either size; empty queries, empty keys, both empty.
+LONG = [33, 0, 17, 1] if INTERPRETED else [700, 0, 129, 1, 64, 300]
+SHORT = [3, 9, 0, 5] if INTERPRETED else [8, 30, 0, 128, 1, 7]
+CASES = {
+    "everywhere": (LONG, SHORT, {}),
+    "few queries": (SHORT, LONG, {}),
+    "causal": (LONG, LONG, {"causal": True}),
+    "causal, ends aligned": (LONG, SHORT, {"causal": True}),
+    "window": (LONG, LONG, {"causal": True, "window": 7, "n_summary": 2}),
+    "window across tiles": (LONG, LONG, {"causal": True, "window": 20 if INTERPRETED else 200, "n_summary": 1}),
+    "window, ends aligned": (SHORT, LONG, {"causal": True, "window": 9, "n_summary": 3}),
+    "window of few keys": (LONG, SHORT, {"causal": True, "window": 4, "n_summary": 2}),
+}
+DTYPES = [torch.float32, torch.float16] if INTERPRETED else [torch.float32, torch.float16, torch.bfloat16]
+NEAR = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+
+
+def check(
+    queries: list[int], keys: list[int], dtype: torch.dtype, head: int, activation: str = "silu", **rules: Any
+) -> None:
+    made = Rules(**{
+        "max_q": max(queries), "max_kv": max(keys), "activation": activation, "scale": head**-0.5, "norm": 7.0, **rules
+    })  # fmt: skip
+    q, grad = (torch.randn(sum(queries) + DEAD, 2, head) for _ in range(2))
+    # As the model has them: a chunk of a wider projection.
+    k, v = (torch.randn(sum(keys) + DEAD, 2, 2 * head) for _ in range(2))
+    q, grad = (x.to(DEVICE, dtype) for x in (q, grad))
+    k, v = (x.to(DEVICE, dtype)[..., :head] for x in (k, v))
+    first, second = offsets(queries).to(DEVICE), offsets(keys).to(DEVICE)
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    assert v.stride(1) == 2 * head
+    out = jagged_attention(q, k, v, first, second, made)
+    found = out, *torch.autograd.grad(out, (q, k, v), grad)
+    q, k, v, grad = (x.detach().double() for x in (q, k, v, grad))
+    gradients = reference_backward(grad, q, k, v, first, second, made)
+    expected = reference_forward(q, k, v, first, second, made), *gradients
+    for name, a, b in zip(("out", "of q", "of k", "of v"), found, expected, strict=True):
+        assert a.dtype is dtype
+        error = (a.double() - b).abs().max() / b.abs().max()
+        assert error < NEAR[dtype], f"{name}: {error:.1e}"
+        assert torch.equal(a == 0, b == 0) or dtype is torch.float16, f"{name}: zeros where nothing is attended"
+
+
+@kernel_test
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_kernels_equal_the_reference(case: str, dtype: torch.dtype, small_tiles: None) -> None:
+    queries, keys, rules = CASES[case]
+    check(queries, keys, dtype, 16 if INTERPRETED else 128, **rules)
+
+
+@kernel_test
+@pytest.mark.parametrize("activation", list(ACTIVATIONS))
+def test_kernels_know_every_activation(activation: str, small_tiles: None) -> None:
+    check(SHORT, SHORT, DTYPES[-1], 16, activation)
+
+
+@kernel_test
+@pytest.mark.parametrize("head", [4, 20] if INTERPRETED else [4, 20, 32, 64, 96])
+def test_heads_of_any_width(head: int, small_tiles: None) -> None:
+    check(SHORT, SHORT, DTYPES[-1], head, causal=True)
+
+
+@kernel_test
+def test_rows_longer_than_the_bound_count_by_their_latest_tokens(small_tiles: None) -> None:
+    check(LONG, LONG, torch.float32, 16, max_q=18, max_kv=18, causal=True, window=5, n_summary=1)
+
+
+@kernel_test
+def test_no_rows_at_all(small_tiles: None) -> None:
+    x = torch.randn(4, 2, 16, device=DEVICE, requires_grad=True)
+    at = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    out = jagged_attention(x, x, x, at, at, Rules(8, 8, "silu", 1.0, 1.0, causal=True))
+    (grad,) = torch.autograd.grad(out.sum(), x)
+    assert not out.any()
+    assert not grad.any()
+    empty = jagged_attention(x[:0], x, x, at, at, Rules(8, 8, "silu", 1.0, 1.0))
+    assert empty.shape == (0, 2, 16)
+
+
+@kernel_test
+@pytest.mark.skipif(INTERPRETED, reason="compares launches of a GPU")
+def test_kernels_repeat_to_the_bit(small_tiles: None) -> None:
+    x = torch.randn(sum(LONG), 2, 64, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    at, rules = offsets(LONG).to(DEVICE), Rules(max(LONG), max(LONG), "silu", 0.125, 9.0, causal=True)
+    runs = []
+    for _ in range(3):
+        out = jagged_attention(x, x, x, at, at, rules)
+        runs.append((out, *torch.autograd.grad(out, x, out.detach())))
+    assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(run, runs[0], strict=True))
