@@ -20,8 +20,10 @@ if TYPE_CHECKING:
     from .matmul import MatMul
     from .metrics import TensorMetrics, mean_relative_error, measure, sqnr_db
     from .quantization import QuantizedTensor, quantize
+    from .sharding import reduce_amaxes
     from .spec import Spec, as_spec
     from .stochastic import Shard, call_key, stream_key
+    from .wire import WireCount
 
 #: Public name -> the module that defines it.
 _HOMES = {
@@ -38,6 +40,7 @@ _HOMES = {
     "QuantizedTensor": "quantization", "quantize": "quantization",
     "Shard": "stochastic", "call_key": "stochastic", "stream_key": "stochastic",
     "Spec": "spec", "as_spec": "spec",
+    "WireCount": "wire", "reduce_amaxes": "sharding",
 }  # fmt: skip
 
 __all__ = [
@@ -62,6 +65,7 @@ __all__ = [
     "SpecError",
     "Support",
     "TensorMetrics",
+    "WireCount",
     "as_spec",
     "call_key",
     "current_device",
@@ -73,6 +77,7 @@ __all__ = [
     "measure",
     "named_device",
     "quantize",
+    "reduce_amaxes",
     "restore_linear",
     "roll",
     "share_amaxes",

@@ -19,6 +19,7 @@ on the ranks that are padded.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from .casting import Request, quantize_both
+from .delayed import AmaxHistory
 from .errors import NarrowgateError
 from .gathered import CodedWeight, GatheredWeight, written
 from .quantization import QuantizedTensor, quantize
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-_ATEN = torch.ops.aten
+_ATEN, _FP32 = torch.ops.aten, torch.float32
 #: What looks at all of a shard, and at its memory in another form.
 _ALIASES = frozenset({_ATEN.detach.default, _ATEN.alias.default})
 _VIEWS = frozenset(
@@ -100,9 +102,7 @@ class ShardedWeight(CodedWeight):
     def codes(self) -> QuantizedTensor:
         """The codes of the whole weight, contracted over K."""
         assert tuple(self.shape) == self._full, "a shard is no operand: FSDP2 gathers it first"
-        codes, _ = quantize_both(self._rows, Request(self._spec), None)
-        assert codes is not None
-        return codes
+        return _quantize(self._rows, Request(self._spec))
 
     def plain(self) -> Tensor:
         """The values as an ordinary tensor that shares their memory."""
@@ -119,11 +119,7 @@ class ShardedWeight(CodedWeight):
         if self._spans(mesh.size()):
             codes, scale = self._quantize_across(mesh, first)
             return (_padded(codes.view(torch.uint8), rows),), scale
-        if self._rows.numel():
-            quantized, _ = quantize_both(self._rows, Request(self._spec), None)
-            assert quantized is not None
-        else:
-            quantized = quantize(self._rows, self._spec, dim=1)
+        quantized = _quantize(self._rows, Request(self._spec))
         assert quantized.scale is not None
         codes = _padded(quantized.data.view(torch.uint8), rows)
         if mesh.size() == 1:  # FSDP2 gathers nothing then, and hands on the first tensor only
@@ -188,19 +184,18 @@ class ShardedWeight(CodedWeight):
 
     def _own_amax(self, first: int) -> Tensor:
         """FP32: largest magnitude by scale of the whole weight, as far as this rank's rows tell; infinite for NaN."""
-        values = self._rows.detach().to(torch.float32)
+        rows, (count, columns) = self._rows.detach(), self._full
         if self._spec.granularity == "tensor":
-            amax = values.abs().amax() if values.numel() else values.new_zeros(())
+            amax = torch.stack(rows.aminmax()).abs().amax().float() if rows.numel() else rows.new_zeros((), dtype=_FP32)
         else:
             assert self._spec.block is not None
-            block_rows, width = self._spec.block
-            count, columns = self._full
-            amax = values.new_zeros(-(-count // block_rows), -(-columns // width))
-            if values.numel():
-                top = first % block_rows
-                padded = F.pad(values.abs(), (0, -columns % width, top, -(top + len(values)) % block_rows))
-                blocks = padded.unflatten(0, (-1, block_rows)).unflatten(2, (-1, width)).amax((1, 3))
-                amax[first // block_rows :][: len(blocks)] = blocks
+            height, width = self._spec.block
+            amax = rows.new_zeros(-(-count // height), -(-columns // width), dtype=_FP32)
+            if rows.numel():
+                top = first % height
+                padded = F.pad(rows.abs(), (0, -columns % width, top, -(top + len(rows)) % height))
+                blocks = padded.unflatten(0, (-1, height)).unflatten(2, (-1, width)).amax((1, 3))
+                amax[first // height :][: len(blocks)] = blocks
         # No library says what its maximum makes of NaN, and all agree on infinity.
         return torch.where(amax < torch.inf, amax, torch.inf)
 
@@ -219,15 +214,18 @@ class ShardedWeight(CodedWeight):
 
     def _quantize_across(self, mesh: DeviceMesh, first: int) -> tuple[Tensor, Tensor]:
         """(codes of this rank's rows, the scales of the whole weight)."""
-        amax = self._amax(mesh, first)
+        amax, rows, height = self._amax(mesh, first), self._rows.detach(), self._block_rows()
         scale = scales_from_amax(amax, self._spec).scale
-        top, values = 0, self._rows.detach()
-        if self._spec.granularity != "tensor":
-            # Rows above, so that blocks begin where the whole weight's do.
-            top = first % self._block_rows()
-            values = F.pad(values, (0, 0, top, 0))
-            amax = amax[first // self._block_rows() :][: self._scale_rows(len(values))]
-        return quantize(values, self._spec, dim=1, amax=amax).data[top:], scale
+        if self._spec.granularity == "tensor":
+            # As a delayed scale, an amax from elsewhere has a kernel that reads the values once.
+            history = AmaxHistory(1, rows.device)
+            history.history, history.recording = amax.reshape(1), False
+            return _quantize(rows, Request(replace(self._spec, delayed=1), history=history)).data, scale
+        # Rows above, so that blocks begin where the whole weight's do.
+        top = first % height
+        rows = F.pad(rows, (0, 0, top, 0))
+        amax = amax[first // height :][: self._scale_rows(len(rows))]
+        return quantize(rows, self._spec, dim=1, amax=amax).data[top:], scale
 
     # A tensor.
 
@@ -358,6 +356,14 @@ def reduce_amaxes(model: nn.Module) -> int:
         for (local, amax), part in zip(found, parts, strict=True):
             local._known.amax, local._known.version = part.view(amax.shape), local._rows._version
     return sum(map(len, groups.values()))
+
+
+def _quantize(rows: Tensor, request: Request) -> QuantizedTensor:
+    if not rows.numel():  # no kernel is launched for nothing
+        return quantize(rows, request.spec, dim=1, history=request.history)
+    quantized, _ = quantize_both(rows, request, None)
+    assert quantized is not None
+    return quantized
 
 
 def _reduce(amax: Tensor, group: ProcessGroup) -> None:

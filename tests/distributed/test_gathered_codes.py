@@ -57,6 +57,21 @@ def test_so_does_a_model_that_was_made_on_the_meta_device(found, alone):
     assert_same(found[2]["meta"], alone("tensor"), "losses", "gradients")
 
 
+def test_codes_come_from_the_master_whatever_a_policy_would_gather(found, training):
+    """Not from its BF16 rounding; gradients are those of the policy."""
+    layer = training.build("tensor")[0]
+    x, _ = training.batch(64, 0)
+    assert torch.equal(found[2]["policy"]["output"], layer(x.bfloat16()))
+    assert found[2]["policy"]["gradients"] == {torch.float32}
+
+
+def test_one_rank_s_nan_takes_its_whole_group_with_it(found):
+    lost = found[2]["not_finite"]
+    assert lost["tensor_uneven"].all()
+    assert lost["row_uneven"].tolist() == [False] * 56 + [True]
+    assert lost["block_split"].tolist() == [False] * 256 + [True] * 44
+
+
 def test_gathering_tensor_scaled_codes_changes_nothing_over_gathering_the_master(found):
     assert_same(found[2]["tensor"], found[2]["bf16"], "losses", "gradients", "state")
 

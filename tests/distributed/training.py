@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
 from torch.multiprocessing.spawn import start_processes
 
@@ -39,7 +39,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any], tuple[int, int, int]]] = {
 STEPS, ROWS = 3, 32
 
 
-def build(case: str, device: str = "cpu") -> nn.Module:
+def build(case: str, device: str = "cpu") -> nn.Sequential:
     """The case's model with its recipe, the same on every rank and in the test's own process."""
     weight, gather, shards, (width, hidden, out) = CASES[case]
     torch.manual_seed(0)
@@ -171,9 +171,33 @@ def _meta(mesh: Any) -> dict[str, Any]:
     return train(model, "tensor", optimizer_of(model))
 
 
+def _policy(mesh: Any) -> dict[str, Any]:
+    """A step under a policy that would gather BF16: the first layer's output, and dtypes."""
+    model: Any = build("tensor")
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in (model[0], model[2], model):
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    x, _ = batch(64, 0)
+    model(x).float().square().mean().backward()
+    dtypes = {parameter.grad.dtype for parameter in model.parameters()}
+    return {"output": model[0](x).detach(), "gradients": dtypes}
+
+
+def _not_finite(mesh: Any) -> dict[str, Any]:
+    """One NaN, in the rows of the second rank."""
+    lost = {}
+    for case in ("tensor_uneven", "row_uneven", "block_split"):
+        model = build(case)
+        with torch.no_grad():
+            model.state_dict()["0.weight"][-1, 3] = torch.nan
+        fully_shard(model[0], mesh=mesh)
+        lost[case] = model[0](batch(CASES[case][3][0], 0)[0]).isnan().any(0)
+    return lost
+
+
 #: What each number of ranks does, in this order: the checkpoint of two is read by one and by four.
 STAGES = {
-    2: [*CASES, "reduced", "meta", "checkpoint"],
+    2: [*CASES, "reduced", "meta", "policy", "not_finite", "checkpoint"],
     4: ["row_uneven", "block_split", "smaller_than_the_mesh", "replicas", "resume"],
     1: ["tensor", "row", "block_split", "resume"],
 }
@@ -195,6 +219,10 @@ def rank(rank: int, ranks: int, folder: Path) -> None:
             found[task] = _resume(mesh, folder)
         elif task == "meta":
             found[task] = _meta(mesh)
+        elif task == "policy":
+            found[task] = _policy(mesh)
+        elif task == "not_finite":
+            found[task] = _not_finite(mesh)
         elif task == "replicas":
             grid = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replica", "shard"))
             found[task] = {case: _case(case, grid) for case in ("tensor_uneven", "row_uneven")}
