@@ -8,7 +8,7 @@ from typing import Any
 from . import looks, statistics
 from .decision import Decision
 from .measurements import ArmRun, Measurements, PartQuality, StepTime
-from .report import Evidence, Level, Statistics
+from .report import ClassTime, Evidence, Level, Statistics
 
 _METHOD = (
     "Quality: paired seeds, one-sided Student t bounds on the mean difference, exact sign-flip p beside them;"
@@ -91,8 +91,17 @@ def _step(m: Measurements, alpha: float) -> Level:
         "candidate": first.candidate.first_step_seconds,
     }
     results["stopped"] = step.stopped
-    results["bf16_fused"] = "not measured: this version has no fused kernels"
-    return Level(status="measured", baseline=baseline, scope=_STEP_SCOPE, results=results)
+    results["bf16_fused"] = "not measured: this version does not write BF16 from its fused kernels"
+    attribution: tuple[ClassTime, ...] = tuple(
+        {"class": c.name, "baseline_ms": c.baseline_ms, "candidate_ms": c.candidate_ms} for c in step.kernels
+    )
+    return Level(
+        status="measured",
+        baseline=baseline,
+        scope=_STEP_SCOPE,
+        results=results,
+        attribution=attribution or None,
+    )
 
 
 def _clocks(step: StepTime) -> dict[str, Any] | str:

@@ -8,6 +8,7 @@ import math
 import numpy as np
 
 from . import statistics
+from .attribution import owner_of_loss
 from .judgement import Gate, Judgement, Levels, Reason, Status
 from .measurements import Measurements
 from .policy import Policy
@@ -71,7 +72,9 @@ def judge_step_time(m: Measurements, policy: Policy, levels: Levels) -> Judgemen
     threshold = math.log(policy.min_speedup)
     shown = f"{math.exp(device_time.mean):.4f}x [{low:.4f}, {high:.4f}]"
     if device_time.upper(levels.reject) < threshold:
-        return result("fail", ("too_slow", f"The step's speedup is {shown}: below the {policy.min_speedup:g}x asked."))
+        text = f"The step's speedup is {shown}: below the {policy.min_speedup:g}x asked."
+        owner = owner_of_loss(step.kernels)
+        return result("fail", ("too_slow", f"{text} Most of what it loses: {owner} a step." if owner else text))
     if device_time.lower(levels.accept) < threshold:
         text = f"The step's speedup is {shown}: the interval holds {policy.min_speedup:g}x. {_more_quartets(m, policy)}"
         return result("undecided", ("speed_interval", text))

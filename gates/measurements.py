@@ -191,6 +191,14 @@ class Quartet(Record):
     clocks: Clocks | None = None
 
 
+class KernelClass(Record):
+    """Milliseconds a step that each arm spends in one class of kernels."""
+
+    name: str
+    baseline_ms: float
+    candidate_ms: float
+
+
 class StepTime(Record):
     """The step-time experiment, or why there was none."""
 
@@ -203,6 +211,8 @@ class StepTime(Record):
     stopped: str | None = None
     #: Why clocks are absent, where they are.
     clocks_note: str | None = None
+    #: Where the time goes, the largest difference first; empty where nobody profiled. Since minor 1.
+    kernels: tuple[KernelClass, ...] = ()
 
 
 class PartEffect(Record):

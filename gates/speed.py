@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 
 from . import statistics
+from .attribution import attribute
 from .batches import to_device
 from .measurements import Clocks, Quartet, StepTime
 from .policy import SpeedPlan
@@ -175,6 +176,7 @@ def measure_step_time(
         timer.block(steps[1], plan.steps_per_block)
         warmup = time.perf_counter() - started
         quartets, stopped = run_quartets(steps[0], steps[1], timer, plan, alpha, told)
+        kernels = attribute(steps[0], steps[1], quartets)
     for arm in (baseline, candidate):
         arm.park()
     return StepTime(
@@ -184,6 +186,7 @@ def measure_step_time(
         warmup_seconds=warmup,
         stopped=stopped,
         clocks_note=timer.note,
+        kernels=kernels,
     )
 
 

@@ -121,3 +121,6 @@ def test_on_a_gpu_the_step_time_of_both_arms_is_measured(room) -> None:
     for quartet in found.quartets:
         assert min(*quartet.baseline_ms, *quartet.candidate_ms) > 0
         assert quartet.clocks is not None or found.clocks_note
+    times = {c.name: c for c in found.kernels}
+    assert times["gemm"].baseline_ms > 0
+    assert times["gemm fp8"].baseline_ms == 0 < times["gemm fp8"].candidate_ms
