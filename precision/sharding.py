@@ -283,6 +283,7 @@ def shard_weight(modules: Sequence[nn.Module], spec: Spec, *, name: str = "") ->
         handles = (
             module.register_state_dict_post_hook(_plain_entry),
             module.register_load_state_dict_post_hook(_still_sharded),
+            module.register_forward_pre_hook(_check_coded),
         )
         module.__dict__[_WIRE] = (spec, shape, name, handles)
 
@@ -372,6 +373,16 @@ def _reduce(amax: Tensor, group: ProcessGroup) -> None:
 
 def _padded(x: Tensor, rows: int) -> Tensor:
     return F.pad(x, (0, 0, 0, rows - len(x))).contiguous() if len(x) != rows else x.contiguous()
+
+
+def _check_coded(module: nn.Module, args: Any) -> None:
+    """What took the weight's hooks off must not pass for a gather of codes."""
+    if not isinstance(module._parameters["weight"], CodedWeight):
+        spec, _, name, _ = module.__dict__[_WIRE]
+        raise NarrowgateError(
+            f"layer '{name}': found an ordinary weight, expected one gathered as {spec}: it was replaced or "
+            "distributed since the recipe was applied"
+        )
 
 
 def _plain_entry(module: nn.Module, entries: dict[str, Any], prefix: str, metadata: Any) -> None:

@@ -160,3 +160,50 @@ def test_attention_is_named_as_not_built():
     rules = [Rule(layers="**", all="fp8_e4m3")]
     with pytest.raises(NotBuiltError, match=r"layer 'in_proj': shards.all_gather fp8_e4m3/tensor of nn.MultiheadAtt"):
         apply_recipe(attention, Recipe(name="r", rules=rules, shards=Shards(all_gather="fp8_e4m3")))
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """A mesh of this process."""
+    distributed = torch.distributed
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield distributed.device_mesh.init_device_mesh("cpu", (1,))
+    distributed.destroy_process_group()
+
+
+def test_the_recipe_comes_before_sharding_and_goes_before_it(make_tower, ids, alone):
+    from torch.distributed.fsdp import fully_shard
+
+    late = fully_shard(make_tower(), mesh=alone)
+    with pytest.raises(NarrowgateError, match=r"layer 'interaction.0': found its weight sharded already"):
+        apply_recipe(late, recipe("fp8_e4m3"))
+    model = make_tower()
+    apply_recipe(model, recipe("fp8_e4m3"))
+    before = model(ids)
+    fully_shard(model, mesh=alone)
+    assert torch.equal(model(ids), before)
+    with pytest.raises(NarrowgateError, match=r"layer 'interaction.0': FSDP2 holds its low-precision shards"):
+        remove_recipe(model)
+    assert torch.equal(model(ids), before)
+
+
+def test_a_weight_that_lost_its_hooks_does_not_pass_for_a_gathered_one(tower, ids):
+    apply_recipe(tower, recipe("fp8_e4m3"))
+    tower.interaction[0].weight = nn.Parameter(torch.zeros(32, 32))
+    with pytest.raises(
+        NarrowgateError, match=r"layer 'interaction.0': found an ordinary weight, expected one gathered"
+    ):
+        tower(ids)
+
+
+def test_a_gathered_weight_is_read_as_its_values_and_never_written(tower, ids, alone):
+    from torch.distributed.fsdp import fully_shard
+
+    apply_recipe(tower, recipe("fp8_e4m3"))
+    expected = tower.interaction[0].weight.dequantize()
+    fully_shard(tower, mesh=alone)
+    tower.unshard()
+    weight = tower.interaction[0].weight
+    assert torch.equal(weight.detach() * 1, expected)
+    with pytest.raises(NarrowgateError, match="cannot be written to"), torch.no_grad():
+        weight.mul_(2)
