@@ -34,6 +34,10 @@ class CodedWeight(Tensor):
         """The codes and scales, contracted over K."""
         raise NotImplementedError
 
+    def source(self) -> Tensor | None:
+        """The values that the codes were made of, [N, K]; None where only the codes are here."""
+        return None
+
     def operand(self, spec: Spec, dim: int) -> QuantizedTensor | None:
         """The codes as the operand of ``spec`` contracted over ``dim``; None where it asks for other codes.
 

@@ -38,9 +38,12 @@ def prepare(
     """
     use = (path, position)
     spec = _spec(state, use)
+    source: Tensor | None = x
     if isinstance(x, CodedWeight):
-        held = x.operand(spec, dim)
+        source, held = x.source(), x.operand(spec, dim)
         if held is not None:
+            if not torch.compiler.is_compiling():
+                _tell(state, use, source, held)
             return held
         x = x.dequantize()
     if spec.high_precision and not spec.sr:
@@ -56,7 +59,7 @@ def prepare(
         if not spec.high_precision:
             # Constant within a compiler, so that no graph depends on whether somebody watches.
             if not torch.compiler.is_compiling():
-                _tell(state, use, x, quantized)
+                _tell(state, use, source, quantized)
             return quantized
         dense = quantized.data
     return dense if dim == x.dim() - 1 else dense.mT
@@ -76,8 +79,8 @@ def _request(state: LayerState, use: Use, draw: Tensor | None, recording: bool) 
     return Request(spec, seed, state.history(path, operand, recording))
 
 
-def _tell(state: LayerState, use: Use, x: Tensor, quantized: QuantizedTensor | None) -> None:
-    if quantized is not None:
+def _tell(state: LayerState, use: Use, x: Tensor | None, quantized: QuantizedTensor | None) -> None:
+    if quantized is not None and x is not None:
         observer.quantized(state.name, use[0], OPERANDS[use[0]][use[1]], x, quantized)
 
 

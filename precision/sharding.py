@@ -104,8 +104,8 @@ class ShardedWeight(CodedWeight):
         assert tuple(self.shape) == self._full, "a shard is no operand: FSDP2 gathers it first"
         return _quantize(self._rows, Request(self._spec))
 
-    def plain(self) -> Tensor:
-        """The values as an ordinary tensor that shares their memory."""
+    def source(self) -> Tensor:
+        """The values as an ordinary tensor that shares their memory; of a shard, its rows."""
         return self._rows
 
     # FSDP2's hooks.
@@ -313,7 +313,7 @@ def release_weights(modules: Sequence[nn.Module]) -> None:
         assert isinstance(weight, ShardedWeight)
         fresh = plain.get(id(weight))
         if fresh is None:
-            fresh = plain[id(weight)] = nn.Parameter(weight.plain().detach(), requires_grad=weight.requires_grad)
+            fresh = plain[id(weight)] = nn.Parameter(weight.source().detach(), requires_grad=weight.requires_grad)
         module._parameters["weight"] = fresh
         for handle in module.__dict__.pop(_WIRE)[3]:
             handle.remove()
@@ -391,13 +391,13 @@ def _plain_entry(module: nn.Module, entries: dict[str, Any], prefix: str, metada
     if entry is None or isinstance(entry, nn.Parameter):
         return
     if isinstance(entry, ShardedWeight):
-        entries[f"{prefix}weight"] = entry.plain()
+        entries[f"{prefix}weight"] = entry.source()
         return
     from torch.distributed.tensor import DTensor
 
     if isinstance(entry, DTensor) and isinstance(entry._local_tensor, ShardedWeight):
         entries[f"{prefix}weight"] = DTensor.from_local(
-            entry._local_tensor.plain(), entry.device_mesh, entry.placements, run_check=False, shape=entry.shape,
+            entry._local_tensor.source(), entry.device_mesh, entry.placements, run_check=False, shape=entry.shape,
             stride=entry.stride(),
         )  # fmt: skip
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from narrowgate.precision import MatMul
 from narrowgate.precision.errors import NarrowgateError, NotBuiltError
+from narrowgate.precision.observer import Observer, observe
 from narrowgate.precision.sharding import ShardedWeight, gathered_as
 from narrowgate.recipes import Recipe, RecipeError, Rule, Shards, apply_recipe, remove_recipe, resolve
 from torch import nn
@@ -66,6 +67,18 @@ def test_on_one_device_gathered_codes_are_the_operand_that_the_layer_makes_itsel
         out.sum().backward()
         outputs.append([out, *(p.grad for p in model.parameters())])
     assert all(torch.equal(a, b) for a, b in zip(*outputs, strict=True))
+
+
+@pytest.mark.parametrize("shards", [{}, {"gather": "fp8_e4m3/row", "requantize": True}])
+def test_an_observer_sees_gathered_weights_against_the_master(tower, ids, shards):
+    weight = tower.interaction[0].weight.detach().clone()
+    apply_recipe(tower, recipe("fp8_e4m3", **shards))
+    with observe(Observer()) as observer:
+        tower(ids).sum().backward()
+    seen = {(o.path, o.operand): o for o in observer.result() if o.layer == "interaction.0"}
+    for path in ("fprop", "dgrad"):
+        assert seen[path, "weight"].amax == weight.abs().max()
+        assert 20 < seen[path, "weight"].sqnr_db < 40
 
 
 def test_a_tensor_scale_is_expanded_to_rows(make_tower, ids):
