@@ -217,9 +217,9 @@ def programs(monkeypatch):
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("text", ["fp8_e4m3", "fp8_e4m3+delayed(4)"])
-def test_a_compiled_block_casts_in_its_producers(programs, monkeypatch, text):
-    _check_block(programs, monkeypatch, text, "cpu", _Block(128, 256))
+def test_a_compiled_block_casts_in_its_producers(programs, monkeypatch):
+    # With a history the operator writes to its arguments, which compilers wrap: the harder case of the two.
+    _check_block(programs, monkeypatch, "fp8_e4m3+delayed(4)", "cpu", _Block(128, 256))
 
 
 @pytest.mark.gpu
