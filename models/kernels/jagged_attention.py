@@ -53,8 +53,8 @@ def _place(tiles, HEADS: tl.constexpr):
 
 @triton.jit
 def _row(offsets, row, rows, longest, tokens):
-    """(first token, the first that counts, how many count); row ``rows`` is what lies behind the last one."""
-    first = tl.load(offsets + row)
+    """(first token, the first that counts, how many count); row ``rows`` and further ones are what lies behind."""
+    first = tl.load(offsets + tl.minimum(row, rows))
     end = tl.load(offsets + row + 1, mask=row < rows, other=tokens)
     count = tl.where(row < rows, tl.minimum(end - first, longest), 0)
     return first, end - count, count.to(tl.int32)
@@ -80,10 +80,25 @@ def _store(base, first, at, count, x, stride, DH: tl.constexpr, BD: tl.constexpr
 
 
 @triton.jit
-def _clear(base, first, count, tile, tiles, stride, DH: tl.constexpr, BD: tl.constexpr, BLOCK: tl.constexpr):
-    """Zeros for tokens that count in no row, shared among the programs of a row."""
+def _clear(
+    base,
+    first,
+    count,
+    tile,
+    tiles,
+    row,
+    rows,
+    sweepers,
+    stride,
+    DH: tl.constexpr,
+    BD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Zeros for tokens that count in no row, shared among the programs of a row, or of those behind the last."""
     zeros = tl.zeros([BLOCK, BD], tl.float32)
-    for start in range(tile * BLOCK, count, tiles * BLOCK):
+    programs = tl.where(row < rows, tiles, tiles * sweepers)
+    share = tile + tl.maximum(row - rows, 0) * tiles
+    for start in range(share * BLOCK, count, programs * BLOCK):
         _store(base, first, start + tl.arange(0, BLOCK), count, zeros, stride, DH, BD)
 
 
@@ -158,7 +173,7 @@ def _forward_tile(
 
 @triton.jit
 def forward_kernel(
-    q, k, v, out, q_offsets, kv_offsets, q_stride, q_head, k_stride, k_head, v_stride, v_head, rows, q_tokens,
+    q, k, v, out, q_offsets, kv_offsets, q_stride, q_head, k_stride, k_head, v_stride, v_head, rows, sweepers, q_tokens,
     kv_tokens, tiles, max_q, max_kv, scale, inverse_norm, window, n_summary,
     ACTIVATION: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, HEADS: tl.constexpr, DH: tl.constexpr,
     BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
@@ -170,7 +185,7 @@ def forward_kernel(
         tile = tiles - 1 - tile
     begin, first, queries = _row(q_offsets, row, rows, max_q, q_tokens)
     out += head * DH
-    _clear(out, begin, (first - begin).to(tl.int32), tile, tiles, HEADS * DH, DH, BD, BM)
+    _clear(out, begin, (first - begin).to(tl.int32), tile, tiles, row, rows, sweepers, HEADS * DH, DH, BD, BM)
     i0 = tile * BM
     if i0 < queries:
         _, first_key, keys = _row(kv_offsets, row, rows, max_kv, kv_tokens)
@@ -214,7 +229,7 @@ def _query_gradient_tile(
 @triton.jit
 def query_gradient_kernel(
     q, k, v, grad, q_grad, q_offsets, kv_offsets, q_stride, q_head, k_stride, k_head, v_stride, v_head, grad_stride,
-    grad_head, rows, q_tokens, kv_tokens, tiles, max_q, max_kv, scale, inverse_norm, window, n_summary,
+    grad_head, rows, sweepers, q_tokens, kv_tokens, tiles, max_q, max_kv, scale, inverse_norm, window, n_summary,
     ACTIVATION: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, HEADS: tl.constexpr, DH: tl.constexpr,
     BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -224,7 +239,7 @@ def query_gradient_kernel(
         tile = tiles - 1 - tile
     begin, first, queries = _row(q_offsets, row, rows, max_q, q_tokens)
     q_grad += head * DH
-    _clear(q_grad, begin, (first - begin).to(tl.int32), tile, tiles, HEADS * DH, DH, BD, BM)
+    _clear(q_grad, begin, (first - begin).to(tl.int32), tile, tiles, row, rows, sweepers, HEADS * DH, DH, BD, BM)
     i0 = tile * BM
     if i0 < queries:
         _, first_key, keys = _row(kv_offsets, row, rows, max_kv, kv_tokens)
@@ -276,7 +291,8 @@ def _key_gradient_tile(
 @triton.jit
 def key_gradient_kernel(
     q, k, v, grad, k_grad, v_grad, q_offsets, kv_offsets, q_stride, q_head, k_stride, k_head, v_stride, v_head,
-    grad_stride, grad_head, rows, q_tokens, kv_tokens, tiles, max_q, max_kv, scale, inverse_norm, window, n_summary,
+    grad_stride, grad_head, rows, sweepers, q_tokens, kv_tokens, tiles, max_q, max_kv, scale, inverse_norm, window,
+    n_summary,
     ACTIVATION: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, HEADS: tl.constexpr, DH: tl.constexpr,
     BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -286,8 +302,8 @@ def key_gradient_kernel(
     k_grad += head * DH
     v_grad += head * DH
     uncounted = (first - begin).to(tl.int32)
-    _clear(k_grad, begin, uncounted, tile, tiles, HEADS * DH, DH, BD, BN)
-    _clear(v_grad, begin, uncounted, tile, tiles, HEADS * DH, DH, BD, BN)
+    _clear(k_grad, begin, uncounted, tile, tiles, row, rows, sweepers, HEADS * DH, DH, BD, BN)
+    _clear(v_grad, begin, uncounted, tile, tiles, row, rows, sweepers, HEADS * DH, DH, BD, BN)
     j0 = tile * BN
     if j0 < keys:
         _, first_query, queries = _row(q_offsets, row, rows, max_q, q_tokens)

@@ -36,6 +36,8 @@ TILES = {
 #: FP32 is multiplied outside of the matrix units, from registers.
 FP32_TILES = Tiles(16, 16, 4, 1)
 _LEAST = 16
+#: Rows' worth of programs that set to zero what lies behind the last row: up to one bound of a batch.
+SWEEPERS = 32
 
 
 def tiles_for(kernel: str, head: int, dtype: torch.dtype, rules: Rules) -> Tiles:
@@ -82,9 +84,9 @@ def _launch(
     if not owner.numel():
         return
     count = triton.cdiv(longest, size)
-    # One more row than there are: what lies behind the last one is set to zero.
-    kernel[(count * heads * (rows + 1),)](
-        *tensors, *strides, rows, q.shape[0], k.shape[0], count, rules.max_q, rules.max_kv, rules.scale,
+    # More rows than there are: what lies behind the last one is set to zero.
+    kernel[(count * heads * (rows + SWEEPERS),)](
+        *tensors, *strides, rows, SWEEPERS, q.shape[0], k.shape[0], count, rules.max_q, rules.max_kv, rules.scale,
         1 / rules.norm, rules.window, rules.n_summary, ACTIVATION=rules.activation, CAUSAL=rules.causal,
         WINDOWED=rules.window > 0, HEADS=heads, DH=head, BD=max(_LEAST, triton.next_power_of_2(head)),
         BM=tiles.queries, BN=tiles.keys, PRECISION="ieee", num_warps=tiles.warps, num_stages=tiles.stages,

@@ -217,6 +217,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     if INTERPRETED:
         from narrowgate.models.kernels import launch
 
+        monkeypatch.setattr(launch, "SWEEPERS", 2)
         sizes = {"forward": (16, 32), "query_gradient": (32, 16), "key_gradient": (16, 16)}
         for name, (queries, keys) in sizes.items():
             monkeypatch.setitem(launch.TILES, name, (launch.Tiles(queries, keys, 4, 1),) * 2)
