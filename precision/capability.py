@@ -94,6 +94,17 @@ def has_cast_kernel(spec: Spec) -> bool:
     return plain and spec.granularity in CAST_GRANULARITIES and spec.hadamard is None
 
 
+def same_codes(spec: Spec, other: Spec) -> bool:
+    """True where a contraction over the other axis takes the very same codes: a transpose changes nothing.
+
+    FP4 codes are packed along the contraction, and would have to be unpacked to turn.
+    """
+    if spec != other or spec.sr or spec.hadamard is not None or spec.high_precision:
+        return False
+    square = spec.block is not None and spec.block[0] == spec.block[1]
+    return (spec.granularity == "tensor" or square) and spec.fmt.element.bits != 4
+
+
 @lru_cache(maxsize=4096)
 def gemm_support(gemm: GemmConfig, device: Device) -> Support:
     """Say whether ``device`` multiplies the two operands of ``gemm`` natively.

@@ -60,9 +60,6 @@ _LIBRARY.define(
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
-#: Key, bits and limit of an operand.
-_Inputs = tuple["Tensor | None", "Tensor | None", "Tensor | None"]
-
 
 # Read once: a compiler that meets the environment, or a cached function, complains.
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -100,17 +97,9 @@ def _cast(
 
 
 def _cast_on_cpu(
-    leaves: Sequence[Tensor],
-    program: str,
-    rows: str,
-    columns: str,
-    rows_key: Tensor | None,
-    rows_bits: Tensor | None,
-    rows_limit: Tensor | None,
-    columns_key: Tensor | None,
-    columns_bits: Tensor | None,
-    columns_limit: Tensor | None,
+    leaves: Sequence[Tensor], program: str, rows: str, columns: str, *inputs: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows_key, rows_bits, rows_limit, columns_key, columns_bits, columns_limit = inputs
     if kernels_on_cpu():
         return _cast(leaves, program, rows, columns, rows_key, rows_bits, rows_limit, columns_key, columns_bits,
                      columns_limit)  # fmt: skip
@@ -164,28 +153,18 @@ def _delayed(
 
 
 def _delayed_on_cpu(
-    leaves: Sequence[Tensor],
-    program: str,
-    spec: str,
-    rows: bool,
-    columns: bool,
-    key: Tensor | None,
-    limit: Tensor | None,
-    history: Tensor,
-    pending: Tensor,
-    saturated: Tensor,
-    workspace: Tensor,
-    recording: bool,
+    leaves: Sequence[Tensor], program: str, spec: str, rows: bool, columns: bool, *inputs: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     if kernels_on_cpu():
-        return _delayed(leaves, program, spec, rows, columns, key, limit, history, pending, saturated, workspace,
-                        recording)  # fmt: skip
+        return _delayed(leaves, program, spec, rows, columns, *inputs)
     from .kernels.reference import reference_delayed_cast
 
-    state = (history, pending, saturated, workspace)
+    key, _, *state, recording = inputs
+    history, pending, saturated, workspace = state
     return reference_delayed_cast(
-        leaves, Program.parse(program), Spec.parse(spec), rows, columns, key, state, recording
-    )
+        leaves, Program.parse(program), Spec.parse(spec), rows, columns, key,
+        (history, pending, saturated, workspace), recording,
+    )  # fmt: skip
 
 
 def _delayed_fake(

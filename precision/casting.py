@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .capability import has_cast_kernel
+from .capability import has_cast_kernel, same_codes
 from .cast_operators import SAME, kernels_on_cpu
 from .clipping import clip_limit
 from .delayed import AmaxHistory
@@ -47,13 +47,14 @@ def quantize_both(
     Args:
         x: BF16, FP16 or FP32.
         rows: the operand contracted over columns (``dim`` 1: a scale for each *row* where the granularity is ``row``).
-        columns: the operand contracted over rows (``dim`` 0). Where both ask for the same codes (see :func:`shared`)
+        columns: the operand contracted over rows (``dim`` 0). Where both ask for the same codes (see
+            :func:`narrowgate.precision.capability.same_codes`)
             they are made once, and only the history of ``rows`` is used.
 
     Returns:
         The two operands, None where none was asked for. The second's codes lie transposed in memory.
     """
-    same = rows is not None and columns is not None and shared(rows.spec, columns.spec)
+    same = rows is not None and columns is not None and same_codes(rows.spec, columns.spec)
     if not has_kernel(x, *(request.spec for request in (rows, columns) if request is not None)):
         first = None if rows is None else _reference(x, rows, 1)
         if same:
@@ -69,17 +70,6 @@ def quantize_both(
         second = None if columns is None else _launch(x, None, columns)[1]
         return first, second
     return _launch(x, rows, columns)
-
-
-def shared(spec: Spec, other: Spec) -> bool:
-    """True where a contraction over the other axis takes the very same codes: a transpose changes nothing.
-
-    FP4 codes are packed along the contraction, and would have to be unpacked to turn.
-    """
-    if spec != other or spec.sr or spec.hadamard is not None or spec.high_precision:
-        return False
-    square = spec.block is not None and spec.block[0] == spec.block[1]
-    return (spec.granularity == "tensor" or square) and spec.fmt.element.bits != 4
 
 
 def has_kernel(x: Tensor, *specs: Spec) -> bool:

@@ -32,7 +32,7 @@ class CodedWeight(Tensor):
 
     def codes(self) -> QuantizedTensor:
         """The codes and scales, contracted over K."""
-        raise NotImplementedError
+        raise TypeError(f"{type(self).__name__} carries no codes")
 
     def source(self) -> Tensor | None:
         """The values that the codes were made of, [N, K]; None where only the codes are here."""

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from . import observer
+from .capability import same_codes
 from .casting import Request, quantize_both
-from .casting import shared as same_codes
 from .config import OPERANDS
 from .gathered import CodedWeight
 from .layer import LayerState

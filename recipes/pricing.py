@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from ..precision.capability import has_cast_kernel
+from ..precision.capability import has_cast_kernel, same_codes
 from ..precision.config import GemmConfig, LinearConfig
 from ..precision.spec import Spec
 from .rates import BF16, Rates, variant_of
@@ -164,12 +164,7 @@ def shares_codes(spec: Spec, wanted: Spec) -> bool:
 
     The same answer as :func:`narrowgate.precision.operands.shared`, asked before there is a tensor.
     """
-    if spec != wanted or spec.sr or spec.hadamard is not None:
-        return False
-    if spec.high_precision:
-        return True
-    square = spec.block is not None and spec.block[0] == spec.block[1]
-    return (spec.granularity == "tensor" or square) and spec.fmt.element.bits != 4
+    return same_codes(spec, wanted) or (spec == wanted and spec.high_precision and not spec.sr)
 
 
 @lru_cache(maxsize=8192)

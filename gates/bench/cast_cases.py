@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...precision.casting import shared
+from ...precision.capability import same_codes
 from ...precision.delayed import AmaxHistory
 from ...precision.kernels.program import IDENTITY, Program
 from ...precision.kernels.reference import values
@@ -107,7 +107,7 @@ class CastCase:
         A history belongs to one set of codes, and two operands that round stochastically have two: with both, the
         cast is launched for each, so one of them is measured.
         """
-        if shared(self.spec, self.spec):
+        if same_codes(self.spec, self.spec):
             return "="
         return "" if self.spec.delayed is not None else str(self.spec)
 
