@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
 import time
@@ -102,7 +103,7 @@ def test_the_folder_is_checked_before_anything_is_trained(room: Path, narrowgate
     started = time.monotonic()
     code, _, _ = narrowgate("gate", "all-fp8.yaml", "--task", "ranker:slow", "--out", "a-file/deep")
     assert code == 2
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 20  # training would take minutes
 
 
 def test_the_version_is_told_and_nothing_asked_is_answered_with_help(narrowgate) -> None:
@@ -190,15 +191,22 @@ assert not heavy, heavy
 
 
 @pytest.mark.parametrize("command", [[], ["gate"]])
-def test_help_answers_within_three_tenths_of_a_second(command: list[str]) -> None:
-    def once() -> float:
-        started = time.perf_counter()
-        arguments = [sys.executable, "-m", "narrowgate.gates", *command, "--help"]
-        subprocess.run(arguments, capture_output=True, check=True)
-        return time.perf_counter() - started
+def test_help_costs_no_more_than_twenty_starts_of_the_interpreter(command: list[str]) -> None:
+    """About 0.3 s where Python starts in 15 ms. As a ratio of processor times, because a slow machine or one that
+    other tests keep busy is no fault of the command."""
 
-    # Other tests share the cores: one undisturbed answer shows what the command takes.
-    assert any(once() < 0.3 for _ in range(20))
+    def processor_seconds(*arguments: str) -> float:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, *arguments], capture_output=True, check=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    # Interleaved, and the quickest of each: what disturbs one disturbs the other.
+    helped, bare = [], []
+    for _ in range(8):
+        helped.append(processor_seconds("-m", "narrowgate.gates", *command, "--help"))
+        bare.append(processor_seconds("-c", "pass"))
+    assert min(helped) < 20 * min(bare)
 
 
 def test_an_unexpected_error_is_one_line_with_a_hint(narrowgate, monkeypatch: pytest.MonkeyPatch) -> None:
