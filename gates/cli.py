@@ -8,6 +8,8 @@ from typing import Annotated, NoReturn, Optional
 import typer
 
 from . import exits
+from .cli_options import Backend, Json, benchmark_names, model_names, recipe_names, schema_names
+from .cli_plan import plan
 
 app = typer.Typer(
     name="narrowgate",
@@ -17,48 +19,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Every command takes --debug for the traceback of an error.",
 )
-
-
-def _recipe_names(incomplete: str) -> list[str]:
-    from ..recipes import builtin_names
-
-    return [name for name in builtin_names() if name.startswith(incomplete)]
-
-
-def _model_names(incomplete: str) -> list[str]:
-    from ..models.presets import preset_names
-
-    return [name for name in preset_names() if name.startswith(incomplete)]
-
-
-def _device_names(incomplete: str) -> list[str]:
-    from ..precision.capability import NAMED_DEVICES
-
-    return [name for name in ("auto", *NAMED_DEVICES) if name.startswith(incomplete)]
-
-
-def _benchmark_names(incomplete: str) -> list[str]:
-    from .cli_bench import BENCHMARKS
-
-    return [name for name in BENCHMARKS if name.startswith(incomplete)]
-
-
-def _schema_names(incomplete: str) -> list[str]:
-    from .cli_recipes import SCHEMAS
-
-    return [name for name in SCHEMAS if name.startswith(incomplete)]
-
-
-Model = Annotated[
-    str, typer.Option(help="A built-in model, for example gem-tiny or gem-small.", autocompletion=_model_names)
-]
-Data = Annotated[str, typer.Option(help="Its input: synthetic, ml-100k:DIR, ml-1m:DIR, criteo:FILE or table:FILE.")]
-Json = Annotated[bool, typer.Option("--json", help="Print machine-readable JSON on standard output.")]
-# typer evaluates these annotations on Python 3.10 too.
-Backend = Annotated[
-    Optional[str],  # noqa: UP045
-    typer.Option(help="Overrides the recipe's backend: native, torchao or transformer_engine."),
-]
 
 
 @app.callback()
@@ -80,12 +40,12 @@ def gate(
         typer.Argument(
             metavar="RECIPE...",
             help="Built-in names or files; `narrowgate recipes` lists the built-ins.",
-            autocompletion=_recipe_names,
+            autocompletion=recipe_names,
         ),
     ] = None,
     model: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option(help="A built-in model, for example gem-small [default: gem-tiny].", autocompletion=_model_names),
+        typer.Option(help="A built-in model, for example gem-small [default: gem-tiny].", autocompletion=model_names),
     ] = None,
     data: Annotated[
         Optional[str],  # noqa: UP045
@@ -178,72 +138,17 @@ def gate(
     )
 
 
-@app.command()
-def plan(
-    recipe: Annotated[
-        str, typer.Argument(metavar="RECIPE", help="A built-in name or a file.", autocompletion=_recipe_names)
-    ],
-    model: Model = "gem-tiny",
-    data: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(
-            help="Its input: synthetic, ml-100k:DIR, ml-1m:DIR, criteo:FILE or table:FILE; also traces one batch of it."
-        ),
-    ] = None,
-    task: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(help="Your own model instead: package.module:factory. Runs that module's code."),
-    ] = None,
-    device: Annotated[
-        str,
-        typer.Option(help="Plan for h100, h200, b200, cpu, or auto: the one here.", autocompletion=_device_names),
-    ] = "auto",
-    backend: Backend = None,
-    rows: Annotated[
-        Optional[int],  # noqa: UP045
-        typer.Option(min=1, help="Price every layer at so many rows, for example those of a batch."),
-    ] = None,
-    trace: Annotated[
-        bool, typer.Option("--trace", help="Run one training batch to see the rows of each layer, and price by them.")
-    ] = False,
-    rates: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(metavar="FILE", help="Price by these measured rates, as scripts/bench_gemm_rates writes them."),
-    ] = None,
-    json: Json = False,
-) -> None:
-    """Show what each layer and GEMM path gets, which rule says so, whether the device runs it natively, and its price.
-
-    Prices, the predicted gain or loss of each layer, need the rows that it multiplies: --rows, --trace or --data.
-
-    Example: narrowgate plan gem-fp8 --model gem-small --device h200 --rows 8192
-    """
-    from .cli_recipes import PlanOptions, plan_command
-
-    plan_command(
-        PlanOptions(
-            recipe=recipe,
-            model=model,
-            data=data,
-            task=task,
-            device=device,
-            backend=backend,
-            rows=rows,
-            trace=trace,
-            rates=rates,
-            json=json,
-        )
-    )
+app.command()(plan)
 
 
 @app.command()
 def inspect(
     recipe: Annotated[
-        str, typer.Argument(metavar="RECIPE", help="A built-in name or a file.", autocompletion=_recipe_names)
+        str, typer.Argument(metavar="RECIPE", help="A built-in name or a file.", autocompletion=recipe_names)
     ],
     model: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option(help="A built-in model, for example gem-small [default: gem-tiny].", autocompletion=_model_names),
+        typer.Option(help="A built-in model, for example gem-small [default: gem-tiny].", autocompletion=model_names),
     ] = None,
     data: Annotated[
         Optional[str],  # noqa: UP045
@@ -287,7 +192,7 @@ def bench(
     benchmarks: Annotated[
         Optional[list[str]],  # noqa: UP045
         typer.Argument(
-            metavar="[casts|gemms|mlp]...", help="What to measure [default: all].", autocompletion=_benchmark_names
+            metavar="[casts|gemms|mlp]...", help="What to measure [default: all].", autocompletion=benchmark_names
         ),
     ] = None,
     case: Annotated[
@@ -346,7 +251,7 @@ def recipes(json: Json = False) -> None:
 
 @app.command()
 def show(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="A built-in recipe.", autocompletion=_recipe_names)],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A built-in recipe.", autocompletion=recipe_names)],
     json: Json = False,
 ) -> None:
     """Print a built-in recipe's text.
@@ -402,7 +307,7 @@ def compare_reports(
 def schema(
     name: Annotated[
         str,
-        typer.Argument(metavar="NAME", help="recipe, policy, gates, report or rates.", autocompletion=_schema_names),
+        typer.Argument(metavar="NAME", help="recipe, policy, gates, report or rates.", autocompletion=schema_names),
     ],
 ) -> None:
     """Print the JSON Schema of a kind of file, for editors and other tools.

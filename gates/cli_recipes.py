@@ -1,11 +1,10 @@
-"""The commands that only read recipes: ``plan``, ``recipes``, ``show``, ``validate``, ``schema``."""
+"""The commands that only read recipes: ``recipes``, ``show``, ``validate``, ``schema``."""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from ..precision.errors import NarrowgateError, did_you_mean
@@ -15,54 +14,6 @@ from ..recipes.validate import validate_file
 from . import exits
 
 _FORMATS = ("text", "github", "json")
-
-
-@dataclass(frozen=True)
-class PlanOptions:
-    """What ``plan`` was asked; fields are the options of the command line."""
-
-    recipe: str
-    model: str
-    data: str | None
-    task: str | None
-    device: str
-    backend: str | None
-    rows: int | None
-    trace: bool
-    rates: str | None
-    json: bool
-
-
-def plan_command(options: PlanOptions) -> None:
-    """Print the resolved plan, with prices where rows are given or traced."""
-    from ..precision.capability import named_device
-    from ..recipes import load_rates, resolve
-    from .rows import trace_rows, trace_step
-    from .task import TaskSource
-
-    traced = options.trace or options.data is not None
-    if traced and options.rows is not None:
-        other = "--trace" if options.trace else "--data, which traces a batch"
-        raise NarrowgateError(f"found --rows and {other}, expected one of them")
-    loaded, target = load_recipe(options.recipe), named_device(options.device)
-    rates = None if options.rates is None else load_rates(options.rates)
-    # Shapes are all that a plan needs, traced or not: a built-in model needs no weights.
-    device = "meta" if options.task is None else "cpu"
-    source = TaskSource(task=options.task, model=options.model, data=options.data or "synthetic", device=device)
-    task = source.open()
-    built = task.build_model()
-    rows = trace_rows(task, built) if traced else options.rows
-    plan = resolve(loaded, built, device=target, backend=options.backend, rows=rows, rates=rates)
-    if traced:
-        plan = plan.with_trace(trace_step(task, built))
-    if options.json:
-        sys.stdout.write(plan.to_json())
-    elif sys.stdout.isatty():
-        from rich.console import Console
-
-        Console().print(plan.render())
-    else:
-        sys.stdout.write(plan.to_text())
 
 
 def recipes_command(as_json: bool) -> None:

@@ -1,0 +1,53 @@
+"""What several commands of ``narrowgate`` share: options that read alike, and the names that a shell completes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Optional
+
+import typer
+
+
+def recipe_names(incomplete: str) -> list[str]:
+    """Complete the name of a recipe."""
+    from ..recipes import builtin_names
+
+    return [name for name in builtin_names() if name.startswith(incomplete)]
+
+
+def model_names(incomplete: str) -> list[str]:
+    """Complete the name of a model."""
+    from ..models.presets import preset_names
+
+    return [name for name in preset_names() if name.startswith(incomplete)]
+
+
+def device_names(incomplete: str) -> list[str]:
+    """Complete the name of a device."""
+    from ..precision.capability import NAMED_DEVICES
+
+    return [name for name in ("auto", *NAMED_DEVICES) if name.startswith(incomplete)]
+
+
+def benchmark_names(incomplete: str) -> list[str]:
+    """Complete the name of a benchmark."""
+    from .cli_bench import BENCHMARKS
+
+    return [name for name in BENCHMARKS if name.startswith(incomplete)]
+
+
+def schema_names(incomplete: str) -> list[str]:
+    """Complete the name of a schema."""
+    from .cli_recipes import SCHEMAS
+
+    return [name for name in SCHEMAS if name.startswith(incomplete)]
+
+
+Model = Annotated[
+    str, typer.Option(help="A built-in model, for example gem-tiny or gem-small.", autocompletion=model_names)
+]
+Json = Annotated[bool, typer.Option("--json", help="Print machine-readable JSON on standard output.")]
+# typer evaluates these annotations on Python 3.10 too.
+Backend = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option(help="Overrides the recipe's backend: native, torchao or transformer_engine."),
+]
