@@ -1,4 +1,4 @@
-"""The operators through which compilers see the cast kernels: ``narrowgate::cast_fp8`` and ``cast_fp8_delayed``.
+"""The operators through which compilers see the cast kernels: ``narrowgate::cast_fp8`` and others.
 
 Both quantize the [M, N] matrix that a pointwise :class:`~narrowgate.precision.kernels.program.Program` makes of its
 leaves; ``mn|0`` is the stand-alone cast. On a GPU they launch Triton kernels, elsewhere they are the reference.
@@ -22,6 +22,8 @@ recording)``
   written; ``recording``: enter the amax into ``pending`` and count what saturates.
 
 It returns codes [M, N] and [N, M], empty where not wanted, and their scale, FP32 [].
+
+``write_bf16(leaves, program)`` returns the same matrix in BF16, not quantized at all: what casts are compared with.
 """
 
 from __future__ import annotations
@@ -59,6 +61,7 @@ _LIBRARY.define(
     "-> (Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
+_LIBRARY.define("write_bf16(Tensor[] leaves, str program) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 
 
 # Read once: a compiler that meets the environment, or a cached function, complains.
@@ -179,9 +182,30 @@ def _delayed_fake(
     return codes if rows else nothing, turned if columns else nothing, scale
 
 
+def _write(leaves: Sequence[Tensor], program: str) -> Tensor:
+    from .kernels.write import launch_write
+
+    return launch_write(leaves, program)
+
+
+def _write_on_cpu(leaves: Sequence[Tensor], program: str) -> Tensor:
+    if kernels_on_cpu():
+        return _write(leaves, program)
+    from .kernels.reference import values
+
+    return values(leaves, Program.parse(program)).to(torch.bfloat16)
+
+
+def _write_fake(leaves: Sequence[Tensor], program: str) -> Tensor:
+    parsed = Program.parse(program)
+    count, width = matrix(leaves, parsed)
+    return leaves[0].new_empty((count, width * parsed.pieces), dtype=torch.bfloat16)
+
+
 for _name, _on_gpu, _on_cpu, _fake in (
     ("cast_fp8", _cast, _cast_on_cpu, _cast_fake),
     ("cast_fp8_delayed", _delayed, _delayed_on_cpu, _delayed_fake),
+    ("write_bf16", _write, _write_on_cpu, _write_fake),
 ):
     _LIBRARY.impl(_name, _on_gpu, "CUDA")
     _LIBRARY.impl(_name, _on_cpu, "CPU")

@@ -198,9 +198,21 @@ def fuse_casts(graph: fx.Graph) -> int:
     inputs = {node: _leaves(node)[0] for node in casts}
     owned = _read_by_casts_alone(graph, inputs)
     fused = sum(_fuse(node, x, owned) for node, x in inputs.items())
-    if fused:
+    dropped = sum(_drop(node) for node in casts)
+    if fused or dropped:
         graph.eliminate_dead_code()
     return fused
+
+
+def _drop(node: fx.Node) -> bool:
+    """Remove a write of what lies in memory as BF16 already: a product reads it from there."""
+    if node.target is not torch.ops.narrowgate.write_bf16.default or _argument(node, 1) != IDENTITY:
+        return False
+    (x,) = _leaves(node)
+    if x.meta["val"].dtype is not torch.bfloat16:
+        return False
+    node.replace_all_uses_with(x)
+    return True
 
 
 def _casts(graph: fx.Graph) -> Iterator[fx.Node]:
@@ -214,7 +226,8 @@ def _casts(graph: fx.Graph) -> Iterator[fx.Node]:
 def _cast_operators() -> frozenset[Any]:
     from . import cast_operators  # noqa: F401 - registers the operators
 
-    return frozenset({torch.ops.narrowgate.cast_fp8.default, torch.ops.narrowgate.cast_fp8_delayed.default})
+    ops = torch.ops.narrowgate
+    return frozenset({ops.cast_fp8.default, ops.cast_fp8_delayed.default, ops.write_bf16.default})
 
 
 def _operator(node: fx.Node) -> Any:

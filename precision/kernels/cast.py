@@ -43,7 +43,7 @@ def _largest(history, length, LENGTH: tl.constexpr):
 
 
 @triton.jit
-def _inside(at, size, EVEN: tl.constexpr):
+def inside_of(at, size, EVEN: tl.constexpr):
     """Which positions lie inside; with EVEN, all of them, which compiles to no mask at all."""
     if EVEN:
         return tl.full(at.shape, True, tl.int1)
@@ -66,7 +66,7 @@ def amax_kernel(
     if HISTORY and _largest(history, history_length, HISTORY) > 0:
         return
     n = pid_n * BN + tl.arange(0, BN)
-    inside_n = _inside(n, N, EVEN)
+    inside_n = inside_of(n, N, EVEN)
     # Maxima are kept apart for each element of a tile, and reduced once.
     total = tl.zeros([BM, BN], tl.int32)
     if BY_COLUMN:
@@ -75,7 +75,7 @@ def amax_kernel(
             piece = tl.zeros([BM, BN], tl.int32)
             for i in range(LOOP):
                 m = (pid_m * LOOP + i).to(tl.int64) * BM + tl.arange(0, BM)
-                inside_m = _inside(m, M, EVEN)
+                inside_m = inside_of(m, M, EVEN)
                 values = TILE(leaves, strides, m, n, inside_m, inside_n, ALIGNED)
                 bits = magnitude_bits(tl.where(inside_m[:, None] & inside_n[None, :], values[p], 0.0))
                 piece = tl.maximum(piece, bits)
@@ -86,7 +86,7 @@ def amax_kernel(
     else:
         for i in range(LOOP):
             m = (pid_m * LOOP + i).to(tl.int64) * BM + tl.arange(0, BM)
-            inside_m = _inside(m, M, EVEN)
+            inside_m = inside_of(m, M, EVEN)
             values = TILE(leaves, strides, m, n, inside_m, inside_n, ALIGNED)
             for p in tl.static_range(PIECES):
                 bits = magnitude_bits(tl.where(inside_m[:, None] & inside_n[None, :], values[p], 0.0))
@@ -149,7 +149,7 @@ def cast_kernel(
     """
     pid_m, pid_n = tl.program_id(0), tl.program_id(1)
     n = pid_n * BN + tl.arange(0, BN)
-    inside_n = _inside(n, N, EVEN)
+    inside_n = inside_of(n, N, EVEN)
     width = N * PIECES
     own = tl.zeros([BM], tl.int32)
     overflowed = tl.zeros([BM], tl.int32)
@@ -173,7 +173,7 @@ def cast_kernel(
     for i in range(LOOP):
         tile_m = pid_m * LOOP + i
         m = tile_m.to(tl.int64) * BM + tl.arange(0, BM)
-        inside_m = _inside(m, M, EVEN)
+        inside_m = inside_of(m, M, EVEN)
         inside = inside_m[:, None] & inside_n[None, :]
         values = TILE(leaves, strides, m, n, inside_m, inside_n, ALIGNED)
         for p in tl.static_range(PIECES):

@@ -38,7 +38,7 @@ BLOCK_TILE, PROGRAM_BLOCK_TILE = (128, 128, 1, 4), (128, 128, 1, 8)
 #: Programs that keep every multiprocessor of a large GPU busy several times over: where there are more tiles than that,
 #: a program takes several.
 _AMAX_PROGRAMS, _CAST_PROGRAMS = 512, 2048
-_CACHED = 4096
+CACHED = 4096
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Operand:
     clipped: bool = False
 
 
-class _Launch:
+class Launch:
     """One kernel with everything decided but its pointers; compiled at the first call."""
 
     def __init__(self, kernel: Any, grid: tuple[int, int], warps: int, constants: dict[str, Any]) -> None:
@@ -90,7 +90,7 @@ class _Cast:
         self.program, self.rows, self.columns, self.same = program, rows, columns, same
         self.count, self.width = matrix(leaves, program)
         self.shape = (self.count, self.width * program.pieces)
-        self.layout = [_flatten(leaf, kind, leaves) for leaf, kind in zip(leaves, program.leaves, strict=True)]
+        self.layout = [flatten(leaf, kind, leaves) for leaf, kind in zip(leaves, program.leaves, strict=True)]
         flat = [apply(leaf) for leaf, (apply, _) in zip(leaves, self.layout, strict=True)]
         self.strides = tuple(stride for _, stride in self.layout)
         self.as_they_are = all(a is b for a, b in zip(flat, leaves, strict=True))
@@ -129,7 +129,7 @@ class _Cast:
             constants = {**common, "BY_TENSOR": by_tensor, "BY_ROW": by_row, "BY_COLUMN": by_column,
                          "HISTORY": padded, "ALIGNED": self.row_aligned, "EVEN": even, "BM": bm, "BN": bn,
                          "LOOP": loop}  # fmt: skip
-            self.amax = _Launch(amax_kernel, grid, warps, constants)
+            self.amax = Launch(amax_kernel, grid, warps, constants)
         self.row_scales = [
             None if not wanted else _scale_launch(operand, size, part)
             for wanted, operand, size, part in zip(
@@ -162,7 +162,7 @@ class _Cast:
             "BM": bm, "BN": bn, "LOOP": loop,
         }  # fmt: skip
         grid = (triton.cdiv(self.count, bm * loop), triton.cdiv(self.width, bn))
-        self.cast = _Launch(cast_kernel, grid, warps, constants)
+        self.cast = Launch(cast_kernel, grid, warps, constants)
 
     def _cast_tile(self, blocked: bool, history: bool) -> tuple[int, int, int, int]:
         if blocked:
@@ -318,20 +318,20 @@ def launch_cast(
     key = (program, layouts, rows, columns, same, length, recording)
     found = _casts.get(key)
     if found is None:
-        if len(_casts) >= _CACHED:
+        if len(_casts) >= CACHED:
             _casts.clear()
         found = _casts[key] = _Cast(Program.parse(program), leaves, rows, columns, same, length, recording)
     return found.run(leaves, limits, keys, bits, state)
 
 
-def _scale_launch(operand: Operand | None, size: int, parts: int) -> tuple[_Launch, int, int]:
+def _scale_launch(operand: Operand | None, size: int, parts: int) -> tuple[Launch, int, int]:
     assert operand is not None
     element = operand.spec.fmt.element
     constants = {"MAX": element.max, "POW2": operand.spec.pow2, "CLIP": operand.clipped, "PARTS": 32, "BLOCK": 128}
-    return _Launch(scale_kernel, (triton.cdiv(size, 128), 1), 4, constants), parts, size
+    return Launch(scale_kernel, (triton.cdiv(size, 128), 1), 4, constants), parts, size
 
 
-def _flatten(leaf: Tensor, kind: str, leaves: Sequence[Tensor]) -> tuple[Any, int]:
+def flatten(leaf: Tensor, kind: str, leaves: Sequence[Tensor]) -> tuple[Any, int]:
     """How a leaf becomes what a kernel reads: (a function of it, its row stride in elements)."""
     shape = torch.broadcast_shapes(*(other.shape for other in leaves))
     rows = shape[:-1].numel()
