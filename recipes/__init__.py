@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .apply import apply_recipe, disabled, remove_recipe
     from .decorator import low_precision
     from .errors import Diagnostic, RecipeError, github_annotations
+    from .fused_bf16 import apply_fused_bf16
     from .load import builtin_names, builtin_text, load_recipe
     from .plan import LayerPlan, Origin, Plan
     from .rates import load_rates, rates_schema
@@ -41,6 +42,7 @@ _HOMES = {
     "Spec": "..precision.spec",
     "TracedGemm": ".tracing",
     "Validation": ".validate",
+    "apply_fused_bf16": ".fused_bf16",
     "apply_recipe": ".apply",
     "builtin_names": ".load",
     "builtin_text": ".load",
@@ -78,6 +80,7 @@ __all__ = [
     "Spec",
     "TracedGemm",
     "Validation",
+    "apply_fused_bf16",
     "apply_recipe",
     "builtin_names",
     "builtin_text",

@@ -89,7 +89,7 @@ def apply_recipe(
         raise NarrowgateError(f"seed: found {found(seed)}, expected a whole number")
     check_backend(backend)
     loaded = load_recipe(recipe)
-    _refuse_second(model, loaded)
+    refuse_second(model, loaded)
     if sample is not None:
         if rows is not None:
             raise NarrowgateError("found both rows and sample, expected one of them")
@@ -121,7 +121,7 @@ def apply_recipe(
         for module in done:
             runs_on.restore(module)
         raise
-    unwrap(model).__dict__[_MARK] = Applied(loaded.name, loaded.hash(), seed, plan.backend)
+    mark(model, loaded, seed, plan.backend)
     return plan
 
 
@@ -176,7 +176,13 @@ def check_backend(backend: str | None) -> None:
         )
 
 
-def _refuse_second(model: nn.Module, recipe: Recipe) -> None:
+def mark(model: nn.Module, recipe: Recipe, seed: int, backend: str) -> None:
+    """Have ``model`` remember the recipe that it carries now."""
+    unwrap(model).__dict__[_MARK] = Applied(recipe.name, recipe.hash(), seed, backend)
+
+
+def refuse_second(model: nn.Module, recipe: Recipe) -> None:
+    """Raise NarrowgateError where ``model`` or a part of it carries a recipe already."""
     for name, applied in applied_recipes(model).items():
         where = f"'{name}' of this model" if name else "this model"
         raise NarrowgateError(

@@ -69,7 +69,7 @@ class MlpBenchmark:
             errors[name] = [float((a.float() - b.float()).norm() / b.float().norm()) for a, b in pairs]
             memory[name] = self._memory(run)
             steps[name] = run
-            if self.profile and self.gpu and name.startswith("narrowgate"):
+            if self.profile and self.gpu and name.startswith(("narrowgate", "bf16_fused")):
                 profile(name, run, self.say)
         repeat = _STEPS if self.gpu else 1
         times = in_turns(steps, self.rounds, repeat, self.device)
@@ -113,7 +113,8 @@ class MlpBenchmark:
         # An emulated arm's time says nothing about the format.
         claimed = round(speedup, 4) if self.gpu or arm == "bf16" else None
         shown = f"graph {replayed:8.3f} ms {graph_speedup or float('nan'):5.2f}x" if replayed else ""
-        room = f"{memory:7.0f} MiB" if memory is not None else "emulated" if arm != "bf16" else ""
+        emulated = not self.gpu and not arm.startswith("bf16")
+        room = f"{memory:7.0f} MiB" if memory is not None else "emulated" if emulated else ""
         faster = f"{claimed:5.2f}x" if claimed else " " * 6
         near = f"  floor {least:.2f} ms ({least / ms:.0%})" if least else ""
         self.say(f"  {name:30} {ms:8.3f} ms  {faster}  {shown}  {room}  error y {error['y']:.3f}"
@@ -124,7 +125,7 @@ class MlpBenchmark:
             "floor_ms": least and round(least, 4), "accumulate": accumulate(arm, variant),
             "activation_mib": memory and round(memory, 1),
             "relative_error": {what: round(value, 5) for what, value in error.items()},
-            **({} if self.gpu else {"emulated": arm != "bf16"}),
+            **({} if self.gpu else {"emulated": emulated}),
         }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The arms of the module benchmark, of the same values: BF16, narrowgate, and the peers that are installed."""
+"""The arms of the module benchmark, of the same values: BF16, the same on our kernels, narrowgate, installed peers."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from ...precision.config import GemmConfig, LinearConfig
+from ...precision.fused_bf16 import lower_fused_bf16
 from ...precision.linear import lower_linear
 from ...precision.spec import Spec
 from .timing import Say
 
-ARMS = ("bf16", "narrowgate", "transformer_engine", "torchao")
+ARMS = ("bf16", "bf16_fused", "narrowgate", "transformer_engine", "torchao")
 #: Variant -> input or grad of fprop, weight, grad of dgrad, grad of wgrad, input of wgrad. As Transformer Engine's
 #: recipes are: E5M2 gradients with tensor scales, fast accumulation in fprop alone (never with blocks).
 VARIANTS = {
@@ -62,12 +63,18 @@ def mlp_arms(
     if compiled:
         bf16.compile()
     yield "bf16", bf16, None
+    if "bf16_fused" in wanted:
+        model = copy.deepcopy(base)
+        for layer, name in _layers(model):
+            lower_fused_bf16(layer, name=name)
+        if compiled:
+            model.compile(fullgraph=True)
+        yield "bf16_fused", model, None
     if "narrowgate" in wanted:
         for variant in VARIANTS:
             model = copy.deepcopy(base)
-            for index, block in enumerate(model):
-                for name in ("gate_up", "down"):
-                    lower_linear(getattr(block, name), config(variant), name=f"{index}.{name}")
+            for layer, name in _layers(model):
+                lower_linear(layer, config(variant), name=name)
             if compiled:
                 model.compile(fullgraph=True)
             yield f"narrowgate {variant}", model, None
@@ -75,6 +82,10 @@ def mlp_arms(
         yield from _torchao(base, say)
     if compiled and "transformer_engine" in wanted:
         yield from _transformer_engine(base, width, hidden, say)
+
+
+def _layers(model: nn.Module) -> list[tuple[nn.Linear, str]]:
+    return [(module, name) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
 
 
 def config(variant: str) -> LinearConfig:
@@ -88,7 +99,7 @@ def config(variant: str) -> LinearConfig:
 
 def accumulate(arm: str, variant: str) -> dict[str, str] | None:
     """Return how each product of an arm accumulates; None for BF16."""
-    if arm == "bf16":
+    if arm.startswith("bf16"):
         return None
     if arm == "narrowgate":
         return {path: gemm.accumulate for path, gemm in config(variant).gemms()}
