@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from .capability import current_device, gemm_support
+from .capability import CPU, Device, current_device, gemm_support
 from .config import OPERANDS, LinearConfig
 from .delayed import AmaxHistory, roll
 from .errors import NarrowgateError
@@ -66,7 +66,8 @@ class LayerState:
         #: Data-parallel ranks that share this layer's amaxes; see :func:`share_amaxes`.
         self.group: ProcessGroup | None = None
         self._frozen: dict[tuple[str, str], AmaxHistory] = {}
-        #: Which paths run natively where the layer lies; decided here, as a compiler cannot ask the device.
+        #: Where the layer lies, and which paths run natively there; kept here, as a compiler cannot ask the device.
+        self.here: Device = CPU
         self.native: dict[str, bool] = {}
         self.place(device)
         # Draws whose backward may still recompute them, newest last. A checkpointed region is recomputed in the
@@ -82,8 +83,8 @@ class LayerState:
         for history in self.histories.values():
             history.to(device)
         self._frozen = {key: history.frozen() for key, history in self.histories.items()}
-        here = current_device(device)
-        self.native = {path: gemm_support(gemm, here).native for path, gemm in self.config.gemms()}
+        self.here = current_device(device)
+        self.native = {path: gemm_support(gemm, self.here).native for path, gemm in self.config.gemms()}
 
     def seed(self, path: str, operand: str, draw: Tensor) -> Tensor:
         """The 64-bit key, [], of one operand on one path in the forward numbered ``draw``."""
