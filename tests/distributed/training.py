@@ -41,10 +41,17 @@ STEPS, ROWS = 3, 32
 
 def build(case: str, device: str = "cpu") -> nn.Sequential:
     """The case's model with its recipe, the same on every rank and in the test's own process."""
-    weight, gather, shards, (width, hidden, out) = CASES[case]
+    _, _, _, (width, hidden, out) = CASES[case]
     torch.manual_seed(0)
     with torch.device(device):
         model = nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, out), nn.Linear(out, 8))
+    apply_recipe(model, Recipe.from_dict(recipe(case)))
+    return model
+
+
+def recipe(case: str) -> dict[str, Any]:
+    """The case's recipe: the first and third layer multiply and gather as it says."""
+    weight, gather, shards, _ = CASES[case]
     other = "fp8_e4m3/1x128" if "128" in weight else "fp8_e4m3/row"
     rule = {
         "layers": ["0", "2"],
@@ -52,8 +59,7 @@ def build(case: str, device: str = "cpu") -> nn.Sequential:
         "dgrad": {"grad": other, "weight": weight},
         "wgrad": {"grad": "fp8_e5m2/row", "input": "fp8_e4m3/row"},
     }
-    apply_recipe(model, Recipe.from_dict({"recipe": case, "rules": [rule], "shards": {"all_gather": gather, **shards}}))
-    return model
+    return {"recipe": case, "rules": [rule], "shards": {"all_gather": gather, **shards}}
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
@@ -84,7 +90,8 @@ def train(model: nn.Module, case: str, optimizer: torch.optim.Optimizer, *, redu
         optimizer.zero_grad()
         if reduce:
             reduce_amaxes(model)
-    wire = {"calls": dict(sent.calls), "all_gather": sent.total("all_gather")}
+    collectives = ("all_gather", "reduce_scatter", "all_reduce")
+    wire = {"calls": dict(sent.calls), **{name: sent.total(name) for name in collectives}}
     return {"losses": losses, "gradients": gradients, "wire": wire}
 
 

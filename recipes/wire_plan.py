@@ -1,0 +1,399 @@
+"""What FSDP2 puts on the wire in one training step of a planned model, and how long that takes over given links.
+
+Bytes follow from shapes alone, as :mod:`narrowgate.precision.sharding` and FSDP2 send them, and equal what
+:class:`narrowgate.precision.WireCount` counts. For a weight [N, K] over R ranks, each gives ceil(N / R) rows to an
+all-gather, the last ones padded: the codes of the recipe's ``shards.all_gather`` and behind them its scales. Where a
+scale spans ranks (``tensor``, 128x128 blocks that a shard splits) an all-reduce of FP32 amaxes goes ahead instead.
+Everything else travels in ``param_dtype``. Gradients go to a reduce-scatter as a whole, each padded likewise, and one
+R-th of them to an all-reduce between replicas (HSDP).
+
+A unit is what one call of ``fully_shard`` takes: one all-gather in forward, one more in backward unless it stays
+gathered, one reduce-scatter. The root, which takes what no unit has, always stays gathered.
+
+Times are those of :mod:`narrowgate.recipes.topology`, one collective after the other. Compute is what the plan's prices
+say (:mod:`narrowgate.recipes.pricing`), of linear layers alone. A step lies between the longer of the two (all
+communication hidden: "E2E latency = max(local compute, communication)", as Meta counts GEM's MFU) and their sum (none).
+Casts, copies into and out of FSDP2's buffers, and GEMMs that an overlapping collective slows down are in neither.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..precision.errors import NarrowgateError, did_you_mean
+from ..precision.spec import Spec
+from .errors import RecipeError
+from .globs import Names, parse_pattern
+from .plan import Plan
+from .runnable import inexpressible_in_plan, not_built_in_parts
+from .shards import check_shards
+from .targets import find_targets, named_modules, unwrap
+from .topology import Group, Topology
+
+#: What holds blocks in a row, and what ``fully_shard`` refuses because nobody calls it.
+_LISTS = (nn.ModuleList, nn.Sequential)
+_NO_FORWARD = (nn.ModuleList, nn.ModuleDict)
+#: Bytes of a value.
+_SIZES = {"fp32": 4, "bf16": 2, "fp16": 2}
+_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+#: Of a scale or an amax in FP32.
+_SCALE = 4
+
+FORWARD, BACKWARD = "all-gather, forward", "all-gather, backward"
+AMAXES, GRADIENTS, REPLICAS = "all-reduce of amaxes", "reduce-scatter", "all-reduce of replicas"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """GPUs of a job: ``shard`` of them share each weight, the others hold replicas of the shards."""
+
+    gpus: int
+    shard: int
+
+    def __post_init__(self) -> None:
+        if self.shard < 1 or self.gpus < 1 or self.gpus % self.shard:
+            raise NarrowgateError(
+                f"layout: found {self.gpus} GPUs in shard groups of {self.shard}, expected a size that divides them"
+            )
+
+    @property
+    def replicas(self) -> int:
+        """GPUs that hold the same shard."""
+        return self.gpus // self.shard
+
+    def __str__(self) -> str:
+        return f"fsdp {self.gpus}" if self.replicas == 1 else f"hsdp {self.replicas} x {self.shard}"
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How a model is handed to ``fully_shard``."""
+
+    #: Names of the modules that are units of their own; None: :func:`default_units`.
+    units: Sequence[str] | None = None
+    #: Patterns of modules whose parameters FSDP2 leaves alone (``ignored_params``), such as tables sharded otherwise.
+    ignored: Sequence[str] = ()
+    #: ``MixedPrecisionPolicy``: what weights without codes travel as (None: as they are stored), and gradients (None:
+    #: as ``param_dtype``). One of ``fp32``, ``bf16``, ``fp16``.
+    param_dtype: str | None = "bf16"
+    reduce_dtype: str | None = None
+    #: ``reshard_after_forward`` of the units; the root never is.
+    reshard: bool = True
+    #: Whether :func:`narrowgate.precision.reduce_amaxes` runs once a step.
+    joint_amaxes: bool = False
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """All collectives of one kind in a step, as one rank takes part in them."""
+
+    #: For example ``all-gather, forward``.
+    what: str
+    #: As :class:`narrowgate.precision.WireCount` calls it.
+    collective: str
+    calls: int
+    #: Bytes that a rank hands over, by what they are: ``fp8_e4m3``, ``fp32 scales``, ``bf16``.
+    given: Mapping[str, int]
+    #: Of all that the ranks hand over together, bytes that only fill up the last shards.
+    padding: int
+    #: Bytes that leave the rank, in a ring or pairwise.
+    sent: float
+    us: float
+
+    @property
+    def total(self) -> int:
+        """Bytes that a rank hands over."""
+        return sum(self.given.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the entry as JSON-ready data."""
+        return {
+            "what": self.what, "collective": self.collective, "calls": self.calls, "given": dict(self.given),
+            "given_bytes": self.total, "padding_bytes": self.padding, "sent_bytes": self.sent, "us": self.us,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Payload:
+    """A step's traffic in one layout, and the compute that may hide it."""
+
+    traffic: tuple[Traffic, ...]
+    #: Predicted microseconds of the linear layers; None where the plan has no prices.
+    compute_us: float | None
+
+    @property
+    def us(self) -> float:
+        """Microseconds of all collectives, one after the other."""
+        return sum(entry.us for entry in self.traffic)
+
+    @property
+    def sent(self) -> float:
+        """Bytes that leave a rank."""
+        return sum(entry.sent for entry in self.traffic)
+
+    @property
+    def hidden_us(self) -> float | None:
+        """Lower bound of compute and communication together: all overlap."""
+        return None if self.compute_us is None else max(self.compute_us, self.us)
+
+    @property
+    def exposed_us(self) -> float | None:
+        """Upper bound: nothing overlaps."""
+        return None if self.compute_us is None else self.compute_us + self.us
+
+    def given(self, collective: str) -> int:
+        """Bytes that a rank hands to one collective, as WireCount counts them."""
+        return sum(entry.total for entry in self.traffic if entry.collective == collective)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the payload as JSON-ready data."""
+        return {
+            "traffic": [entry.to_dict() for entry in self.traffic],
+            "sent_bytes": self.sent, "communication_us": self.us, "compute_us": self.compute_us,
+            "hidden_us": self.hidden_us, "exposed_us": self.exposed_us,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Wire:
+    """One layout: the recipe's payload beside that of the same model without ``shards``, all in ``param_dtype``."""
+
+    layout: Layout
+    plain: Payload
+    recipe: Payload
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the layout as JSON-ready data."""
+        return {
+            "layout": str(self.layout), "gpus": self.layout.gpus, "shard": self.layout.shard,
+            "replicas": self.layout.replicas, "plain": self.plain.to_dict(), "recipe": self.recipe.to_dict(),
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Parameter:
+    rows: int
+    #: Elements of a row.
+    width: int
+    #: Of the master, ``fp32`` or ``bf16``.
+    dtype: str
+    trains: bool
+    #: How it is gathered; None: its values in the policy's dtype.
+    spec: Spec | None
+
+
+@dataclass(frozen=True)
+class _Unit:
+    name: str
+    parameters: tuple[_Parameter, ...]
+
+
+def default_units(model: nn.Module) -> list[str]:
+    """Return the blocks that models are commonly sharded by: the entries of the outermost lists and ``Sequential``.
+
+    Lists within lists count by their entries; what has no parameters is none.
+    """
+    units: list[str] = []
+    for name, module, parent in named_modules(unwrap(model)):
+        entry = isinstance(parent, _LISTS) and not isinstance(module, _NO_FORWARD)
+        if entry and not any(_within(name, unit) for unit in units) and next(module.parameters(), None) is not None:
+            units.append(name)
+    return units
+
+
+def predict_wire(
+    model: nn.Module, plan: Plan, layout: Layout, topology: Topology, sharding: Sharding | None = None
+) -> Wire:
+    """Predict bytes and time of every collective of one step.
+
+    Args:
+        model: what the plan was resolved for, before the recipe is applied; the meta device will do.
+        plan: its recipe says how weights and gradients travel, and its prices how long the linear layers compute.
+        layout: the GPUs.
+        topology: the links between them.
+        sharding: how the model is handed to FSDP2.
+
+    Raises:
+        NarrowgateError: a unit that the model lacks, a pattern that matches none of its modules, a scalar parameter, or
+            GPUs that ``topology`` does not hold.
+        RecipeError: the recipe's ``shards`` are not built, or its backend cannot express them.
+        NotBuiltError: a weight that could not be gathered as the plan says.
+    """
+    sharding = sharding or Sharding()
+    units = _units(model, plan, sharding)
+    totals = plan.totals()
+    return Wire(
+        layout,
+        _payload(units, layout, topology, sharding, coded=False, compute_us=totals and totals.bf16_us),
+        _payload(units, layout, topology, sharding, coded=True, compute_us=totals and totals.us),
+    )
+
+
+def _units(model: nn.Module, plan: Plan, sharding: Sharding) -> list[_Unit]:
+    """The units with parameters, the root last."""
+    model = unwrap(model)
+    refused = [*not_built_in_parts(plan.recipe, plan.backend), *inexpressible_in_plan(plan)]
+    if refused := [finding for finding in refused if finding.field.startswith("shards")]:
+        raise RecipeError(refused)
+    targets, _ = find_targets(model)
+    check_shards(model, targets, plan)
+    gathered = {layer.name for layer in plan.gathered}
+    coded = {id(target.module._parameters.get("weight")) for target in targets if target.name in gathered}
+    modules = {name: module for name, module, _ in named_modules(model)}
+    units = list(default_units(model) if sharding.units is None else sharding.units)
+    for name in units:
+        if name not in modules:
+            raise NarrowgateError(f"units: found '{name}', which the model lacks{did_you_mean(name, modules)}")
+    ignored = _matched(modules, sharding.ignored)
+    owners: dict[int, str] = {}
+    parameters: dict[int, tuple[str, nn.Parameter]] = {}
+    left = {id(p) for name in ignored for p in modules[name].parameters()}
+    for name, module in modules.items():
+        # The innermost unit, for fully_shard is called on it first.
+        owner = max((unit for unit in units if _within(name, unit)), key=len, default="")
+        for entry, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in left:
+                owners[id(parameter)] = owners.get(id(parameter)) or owner
+                parameters.setdefault(id(parameter), (f"{name}.{entry}" if name else entry, parameter))
+    found: dict[str, list[_Parameter]] = {}
+    for key, (name, parameter) in parameters.items():
+        spec = plan.gather if key in coded else None
+        found.setdefault(owners[key], []).append(_parameter(name, parameter, spec))
+    return [_Unit(name, tuple(found[name])) for name in dict.fromkeys([*units, ""]) if name in found]
+
+
+def _within(name: str, unit: str) -> bool:
+    return not unit or name == unit or name.startswith(f"{unit}.")
+
+
+def _matched(modules: Iterable[str], patterns: Sequence[str]) -> list[str]:
+    names = list(modules)
+    prepared, matched = Names(names), []
+    for pattern in patterns:
+        hits = [name for name, hit in zip(names, parse_pattern(pattern).among(prepared), strict=True) if hit]
+        if not hits:
+            raise NarrowgateError(f"ignored: found '{pattern}', expected a pattern that matches a module of the model")
+        matched += hits
+    return matched
+
+
+def _parameter(name: str, parameter: nn.Parameter, spec: Spec | None) -> _Parameter:
+    if not parameter.dim():
+        raise NarrowgateError(f"'{name}': found a scalar parameter, which fully_shard refuses; expected a dimension")
+    dtype = _NAMES.get(parameter.dtype)
+    if dtype is None:
+        raise NarrowgateError(f"'{name}': found a parameter of {parameter.dtype}, expected one of {', '.join(_SIZES)}")
+    return _Parameter(parameter.shape[0], prod(parameter.shape[1:]), dtype, parameter.requires_grad, spec)
+
+
+def _payload(
+    units: Sequence[_Unit],
+    layout: Layout,
+    topology: Topology,
+    sharding: Sharding,
+    *,
+    coded: bool,
+    compute_us: float | None,
+) -> Payload:
+    ranks = layout.shard
+    group = topology.group(ranks, gpus=layout.gpus)
+    replicas = topology.group(layout.replicas, stride=ranks, gpus=layout.gpus)
+    tally = _Tally()
+    amaxes: list[int] = []
+    for unit in units:
+        gathers = (FORWARD, BACKWARD) if unit.name and sharding.reshard else (FORWARD,)
+        given: Counter[str] = Counter()
+        padding = 0
+        for parameter in unit.parameters:
+            payload, waste, amax = _gathered(parameter, ranks, parameter.spec if coded else None, sharding.param_dtype)
+            given.update(payload)
+            padding += waste
+            amaxes += [amax] * (1 if sharding.joint_amaxes else len(gathers)) if amax else []
+        for what in gathers if ranks > 1 else ():
+            us = topology.all_gather_us(group, ranks * given.total())
+            tally.add(what, "all_gather", given, padding, (ranks - 1) * given.total(), us)
+        _reduce(tally, unit, layout, topology, (group, replicas), sharding)
+    for size in [sum(amaxes)] if sharding.joint_amaxes and amaxes else amaxes:
+        sent = 2 * (ranks - 1) / ranks * size
+        tally.add(AMAXES, "all_reduce", {"fp32": size}, 0, sent, topology.all_reduce_us(group, size))
+    return Payload(tally.traffic(), compute_us)
+
+
+def _gathered(
+    parameter: _Parameter, ranks: int, spec: Spec | None, param_dtype: str | None
+) -> tuple[dict[str, int], int, int]:
+    """(bytes a rank gives by what they are, bytes that only pad on all ranks, bytes of an all-reduce of amaxes)."""
+    rows = -(-parameter.rows // ranks)
+    idle = rows * ranks - parameter.rows
+    if spec is None:
+        dtype = param_dtype or parameter.dtype
+        size = parameter.width * _SIZES[dtype]
+        return {dtype: rows * size}, idle * size, 0
+    codes = parameter.width  # a byte an element
+    if ranks == 1:  # nothing is gathered, and every scale lies on one rank
+        return {}, 0, 0
+    height, width = spec.block or (1, parameter.width)
+    if spec.granularity == "tensor":
+        return {spec.format: rows * codes}, idle * codes, _SCALE
+    across = -(-parameter.width // width)
+    if rows % height:
+        return {spec.format: rows * codes}, idle * codes, _SCALE * -(-parameter.rows // height) * across
+    scales = _SCALE * (rows // height) * across
+    unused = ranks * scales - _SCALE * -(-parameter.rows // height) * across
+    return {spec.format: rows * codes, "fp32 scales": scales}, idle * codes + unused, 0
+
+
+def _reduce(
+    tally: _Tally, unit: _Unit, layout: Layout, topology: Topology, groups: tuple[Group, Group], sharding: Sharding
+) -> None:
+    """Add the gradients of a unit: to its shards, then between replicas."""
+    ranks, (group, replicas) = layout.shard, groups
+    given: Counter[str] = Counter()
+    padding = 0
+    for parameter in unit.parameters:
+        if parameter.trains:
+            dtype = sharding.reduce_dtype or sharding.param_dtype or parameter.dtype
+            rows = -(-parameter.rows // ranks) * ranks
+            given[dtype] += rows * parameter.width * _SIZES[dtype]
+            padding += (rows - parameter.rows) * parameter.width * _SIZES[dtype]
+    size = given.total()
+    if not size:
+        return
+    if ranks > 1:
+        us = topology.reduce_scatter_us(group, size)
+        tally.add(GRADIENTS, "reduce_scatter", given, padding * ranks, (ranks - 1) / ranks * size, us)
+    if layout.replicas > 1:
+        part = {dtype: count // ranks for dtype, count in given.items()}
+        us = topology.all_reduce_us(replicas, size / ranks)
+        sent = 2 * (layout.replicas - 1) / layout.replicas * size / ranks
+        tally.add(REPLICAS, "all_reduce", part, 0, sent, us)
+
+
+class _Tally:
+    """Traffic by kind, while it is added up."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, Traffic] = {}
+
+    def add(self, what: str, collective: str, given: Mapping[str, int], padding: int, sent: float, us: float) -> None:
+        """Add one call."""
+        before = self.sums.get(what)
+        if before is None:
+            self.sums[what] = Traffic(what, collective, 1, dict(given), padding, sent, us)
+            return
+        self.sums[what] = Traffic(
+            what, collective, before.calls + 1, dict(Counter(before.given) + Counter(given)), before.padding + padding,
+            before.sent + sent, before.us + us,
+        )  # fmt: skip
+
+    def traffic(self) -> tuple[Traffic, ...]:
+        """All kinds, in the order of a step."""
+        order = (AMAXES, FORWARD, BACKWARD, GRADIENTS, REPLICAS)
+        return tuple(self.sums[what] for what in order if what in self.sums)
