@@ -1,10 +1,10 @@
 """Pointwise attention over jagged rows: the GPU twin of :mod:`narrowgate.models.kernels.reference`.
 
-A program takes one tile of queries (``forward_kernel``, ``query_gradient_kernel``) or of keys
-(``key_gradient_kernel``) of one row and head, and walks over the tiles of the other side that it may see: no padding,
-no tile outside of the causal range or the window, no atomic addition, the same bits every run. Backward computes the
-scores anew in both of its kernels, seven products in all where atomic additions would need five; nothing of the size
-of the scores is ever in memory.
+A program takes one tile of queries (``attention_forward_kernel``, ``attention_query_gradient_kernel``) or of keys
+(``attention_key_gradient_kernel``) of one row and head, and walks over the tiles of the other side that it may see: no
+padding, no tile outside of the causal range or the window, no atomic addition, the same bits every run. Backward
+computes the scores anew in both of its kernels, seven products in all where atomic additions would need five; nothing
+of the size of the scores is ever in memory.
 
 Activations are zero at zero. So positions past a row's end, which load as zeros, add nothing and need no mask;
 only tiles that the causal diagonal or the window's edge crosses are masked element by element.
@@ -172,7 +172,7 @@ def _forward_tile(
 
 
 @triton.jit
-def forward_kernel(
+def attention_forward_kernel(
     q, k, v, out, q_offsets, kv_offsets, q_stride, q_head, k_stride, k_head, v_stride, v_head, rows, sweepers, q_tokens,
     kv_tokens, tiles, max_q, max_kv, scale, inverse_norm, window, n_summary,
     ACTIVATION: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, HEADS: tl.constexpr, DH: tl.constexpr,
@@ -227,7 +227,7 @@ def _query_gradient_tile(
 
 
 @triton.jit
-def query_gradient_kernel(
+def attention_query_gradient_kernel(
     q, k, v, grad, q_grad, q_offsets, kv_offsets, q_stride, q_head, k_stride, k_head, v_stride, v_head, grad_stride,
     grad_head, rows, sweepers, q_tokens, kv_tokens, tiles, max_q, max_kv, scale, inverse_norm, window, n_summary,
     ACTIVATION: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, HEADS: tl.constexpr, DH: tl.constexpr,
@@ -289,7 +289,7 @@ def _key_gradient_tile(
 
 
 @triton.jit
-def key_gradient_kernel(
+def attention_key_gradient_kernel(
     q, k, v, grad, k_grad, v_grad, q_offsets, kv_offsets, q_stride, q_head, k_stride, k_head, v_stride, v_head,
     grad_stride, grad_head, rows, sweepers, q_tokens, kv_tokens, tiles, max_q, max_kv, scale, inverse_norm, window,
     n_summary,

@@ -12,7 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
-from .jagged_attention import forward_kernel, key_gradient_kernel, query_gradient_kernel
+from .jagged_attention import attention_forward_kernel, attention_key_gradient_kernel, attention_query_gradient_kernel
 from .reference import Rules
 
 
@@ -56,7 +56,7 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offset
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     tiles = tiles_for("forward", q.shape[2], q.dtype, rules)
     tensors, strides = (q, k, v, out, q_offsets, kv_offsets), _strides(q, k, v)
-    _launch(forward_kernel, tiles, tensors, strides, q, k, q_offsets, rules, of_keys=False)
+    _launch(attention_forward_kernel, tiles, tensors, strides, q, k, q_offsets, rules, of_keys=False)
     return out
 
 
@@ -69,9 +69,11 @@ def launch_backward(
     strides = _strides(q, k, v, grad)
     inputs, offsets = (q, k, v, grad), (q_offsets, kv_offsets)
     tiles = tiles_for("query_gradient", q.shape[2], q.dtype, rules)
-    _launch(query_gradient_kernel, tiles, (*inputs, of_q, *offsets), strides, q, k, q_offsets, rules, of_keys=False)
+    tensors = (*inputs, of_q, *offsets)
+    _launch(attention_query_gradient_kernel, tiles, tensors, strides, q, k, q_offsets, rules, of_keys=False)
     tiles = tiles_for("key_gradient", q.shape[2], q.dtype, rules)
-    _launch(key_gradient_kernel, tiles, (*inputs, of_k, of_v, *offsets), strides, q, k, q_offsets, rules, of_keys=True)
+    tensors = (*inputs, of_k, of_v, *offsets)
+    _launch(attention_key_gradient_kernel, tiles, tensors, strides, q, k, q_offsets, rules, of_keys=True)
     return of_q, of_k, of_v
 
 

@@ -1,0 +1,133 @@
+"""The arms of the whole-step benchmark: one entry each, the same model, data, optimizer and compilation for all.
+
+Peers get what their own recipes say, field by field (torchao 0.18 ``Float8LinearConfig.from_recipe_name``; Transformer
+Engine's current and delayed scaling with E4M3 forward and E5M2 gradients), on every layer whose dimensions they take,
+or on the large ones alone, where they lose least: a user of theirs would choose that, so it is the arm to beat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from ...models.task import GemTask
+from ...precision.errors import NarrowgateError, did_you_mean
+from ...recipes import apply_recipe, load_recipe
+from ...recipes.recipe import Recipe
+from ..rows import rows_for
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ...recipes.plan import Plan
+
+#: Changes a fresh model in place, before it is compiled; returns the plan of what it applied, if anything.
+Prepare = Callable[[GemTask, "nn.Module"], "Plan | None"]
+#: Arms that every other one is compared with, where they run.
+REFERENCES = ("bf16", "bf16_fused")
+
+
+def _as_it_is(task: GemTask, model: nn.Module) -> Plan | None:
+    return None
+
+
+@dataclass(frozen=True)
+class GemArm:
+    """One way to run the step."""
+
+    #: As the command line has it.
+    name: str
+    #: As a result's row has it.
+    arm: str
+    variant: str
+    prepare: Prepare = _as_it_is
+    #: Somebody else's: where it cannot run, that is its result and no fault of this run.
+    peer: bool = False
+    #: Fields of the model's configuration that differ.
+    model: Mapping[str, Any] = field(default_factory=dict)
+    #: Under ``torch.use_deterministic_algorithms``.
+    deterministic: bool = False
+
+    def task(self, task: GemTask) -> GemTask:
+        """Return ``task`` with this arm's model; data and training stay."""
+        if not self.model:
+            return task
+        return GemTask(replace(task.preset, model=replace(task.preset.model, **self.model)), task.data)
+
+
+def _recipe(name: str, backend: str) -> Prepare:
+    def prepare(task: GemTask, model: nn.Module) -> Plan:
+        loaded = load_recipe(name)
+        return apply_recipe(model, loaded, backend=backend, rows=rows_for(loaded, task, model))
+
+    return prepare
+
+
+def _eligible(task: GemTask) -> str:
+    return "in_features % 16 == 0 and out_features % 16 == 0"
+
+
+def _large(task: GemTask) -> str:
+    """Both dimensions at least twice a token's width: the interaction's layers, not the sequence's projections."""
+    least = 2 * task.preset.model.d
+    return f"in_features >= {least} and out_features >= {least} and {_eligible(task)}"
+
+
+def _peer(backend: str, where: Callable[[GemTask], str], x: str, grad: str, **paths: Any) -> Prepare:
+    """``x`` forward, accumulated fast, and ``grad`` backward, accurately, on the layers ``where``; or as ``paths``."""
+
+    def prepare(task: GemTask, model: nn.Module) -> Plan:
+        rule = {
+            "layers": "**",
+            "where": where(task),
+            "fprop": {"input": x, "weight": x, "accumulate": "fast"},
+            "dgrad": {"grad": grad, "weight": x},
+            "wgrad": {"grad": grad, "input": x},
+        }
+        recipe = Recipe.from_dict({"recipe": f"{backend}-bench", "rules": [rule | paths]})
+        return apply_recipe(model, recipe, backend=backend)
+
+    return prepare
+
+
+_TENSOR, _ROW = ("fp8_e4m3", "fp8_e5m2"), ("fp8_e4m3/row+pow2", "fp8_e4m3/row+pow2")
+_DELAYED = ("fp8_e4m3+delayed(16)", "fp8_e5m2+delayed(16)")
+_GW_HP: dict[str, Any] = {"dgrad": {"grad": _ROW[1], "weight": "fp8_e4m3+pow2"}, "wgrad": "bf16"}
+
+_ARMS = (
+    GemArm("bf16", "bf16", "bf16"),
+    GemArm("gem-fp8", "narrowgate", "gem-fp8", _recipe("gem-fp8", "native")),
+    GemArm("torchao-tensorwise", "torchao", "tensorwise", _peer("torchao", _eligible, *_TENSOR), peer=True),
+    GemArm("torchao-tensorwise-large", "torchao", "tensorwise, large layers",
+           _peer("torchao", _large, *_TENSOR), peer=True),
+    GemArm("torchao-rowwise", "torchao", "rowwise", _peer("torchao", _eligible, *_ROW), peer=True),
+    GemArm("torchao-rowwise-large", "torchao", "rowwise, large layers", _peer("torchao", _large, *_ROW), peer=True),
+    GemArm("torchao-gw-hp-large", "torchao", "rowwise_with_gw_hp, large layers",
+           _peer("torchao", _large, *_ROW, **_GW_HP), peer=True),
+    GemArm("te-current-large", "transformer_engine", "current, large layers",
+           _peer("transformer_engine", _large, *_TENSOR), peer=True),
+    GemArm("te-delayed-large", "transformer_engine", "delayed, large layers",
+           _peer("transformer_engine", _large, *_DELAYED), peer=True),
+    GemArm("bf16-padded", "bf16", "padded attention", model={"attention": "padded"}),
+    GemArm("bf16-deterministic", "bf16", "deterministic", deterministic=True),
+    GemArm("gem-fp8-deterministic", "narrowgate", "gem-fp8, deterministic",
+           _recipe("gem-fp8", "native"), deterministic=True),
+)  # fmt: skip
+ARMS = {arm.name: arm for arm in _ARMS}
+#: What one run takes unless told: our recipe and each peer at its best, which together fit one GPU of 139 GiB.
+USUAL = ("bf16", "gem-fp8", "torchao-tensorwise-large", "torchao-rowwise-large", "te-current-large")
+
+
+def pick_arms(names: Sequence[str]) -> list[GemArm]:
+    """Return the arms of these names, each once, BF16 always and first.
+
+    Raises:
+        NarrowgateError: no arm has that name.
+    """
+    for name in names:
+        if name not in ARMS:
+            raise NarrowgateError(
+                f"--arms: found '{name}'{did_you_mean(name, list(ARMS))}, expected some of {', '.join(ARMS)}"
+            )
+    return [ARMS[name] for name in dict.fromkeys(("bf16", *names))]

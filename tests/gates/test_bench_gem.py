@@ -1,0 +1,261 @@
+"""The whole-step benchmark at toy size: what a result holds, how turns are taken, what becomes of arms that fail."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from narrowgate.gates.attribution import kernel_class
+from narrowgate.gates.bench import gem, gem_attention
+from narrowgate.gates.bench.gem_arms import ARMS, GemArm, pick_arms
+from narrowgate.gates.speed import BlockTime, StepFunction
+from narrowgate.models import GemConfig, GemTask
+from narrowgate.precision.errors import NarrowgateError
+from scipy import stats
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "scripts" / "bench_gem"
+SETTINGS = gem.GemSettings(torch.device("cpu"), lambda line: None, rounds=3, steps=1, batches=1)
+FACTS = ("ms", "ratio", "ci", "peak_bytes", "breakdown", "first_loss", "recipe_hash")
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *arguments])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+@pytest.fixture(scope="module")
+def task() -> GemTask:
+    sized = runpy.run_path(str(SCRIPT))["sized"]
+    options = type("Options", (), {"model": "gem-base", "tiny": True, "batch": 32})
+    return GemTask.open(sized(options), "synthetic")
+
+
+def test_every_part_runs_on_a_cpu_and_claims_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "found.json"
+    usual = ("--device", "cpu", "--tiny", "--batch", "32", "--rounds", "2", "--steps", "1", "--out", str(out))
+    parts = ("--attention", "--determinism", "--loader", "--stream", "100")
+    assert run(monkeypatch, *usual, "--arms", "gem-fp8", "te-current-large", *parts) == 0
+    assert "a dry run" in capsys.readouterr().out
+    found = json.loads(out.read_text())
+    assert {"name", "date", "command", "machine", "versions", "runs", "rows"} == found.keys()
+    assert found["name"] == "gem_base"
+    rows = {(row["case"].partition("rows")[2].strip(), row["arm"], row["variant"]): row for row in found["rows"]}
+    assert list(rows)[:2] == [("", "bf16", "bf16"), ("", "narrowgate", "gem-fp8")]
+    for row in found["rows"]:
+        assert row["ms"] > 0
+        assert row["command"] == found["command"]
+        assert row.get("dry_run") or row["arm"] == "loader"
+        assert row.get("ratio") is row.get("ci") is row.get("exposed") is row.get("saved_of_promised") is None
+    ours, plain = rows["", "narrowgate", "gem-fp8"], rows["", "bf16", "bf16"]
+    assert set(FACTS) <= ours.keys()
+    assert ours["lowered"] > plain["lowered"] == 0
+    # The same weights, batch and dropout: the recipe's error is all that lies between them.
+    assert 0 < abs(ours["first_loss"] / plain["first_loss"] - 1) < 0.02
+    assert all(row["same_bits"] for (case, *_), row in rows.items() if case == "repeats")
+    assert rows["stream", "loader", "cpu"]["rows"] == 128
+    facts = found["runs"][0]["facts"]
+    (attention,) = (value for name, value in facts.items() if "attention" in name)
+    assert max(attention["relative_error"].values()) < 1e-5
+    (skipped,) = found["runs"][0]["skipped"]
+    assert skipped["name"] == "te-current-large"
+    assert not skipped["fault"]
+    first = found["rows"]
+
+    assert run(monkeypatch, *usual, "--add", "--loader") == 0
+    found = json.loads(out.read_text())
+    assert found["rows"][: len(first) - 2] == [row for row in first if not row["case"].endswith("loader")]
+    assert [run_["command"] for run_ in found["runs"]] == [first[0]["command"], found["command"]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--device", "cpu"), "a CPU measures nothing: expected --tiny, or --stream"),
+        (("--device", "cpu", "--tiny", "--arms", "gem-fp9"), "found 'gem-fp9'; did you mean 'gem-fp8'?"),
+    ],
+)
+def test_bad_arguments_are_one_line(
+    arguments: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, *arguments) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_rows_that_stay_keep_what_their_ratios_refer_to() -> None:
+    surviving = runpy.run_path(str(SCRIPT))["surviving"]
+
+    def row(arm: str, variant: str, command: str, case: str = "c") -> dict[str, Any]:
+        return {"case": case, "arm": arm, "variant": variant, "command": command}
+
+    old = [
+        row("bf16", "bf16", "1"),
+        row("narrowgate", "x", "1"),
+        row("torchao", "y", "1"),
+        row("bf16", "bf16", "1", "d"),
+    ]
+    assert surviving(old, [row("bf16", "bf16", "2"), row("narrowgate", "x", "2")]) == [old[0], *old[2:]]
+    assert surviving(old, [row("bf16", "bf16", "2"), row("narrowgate", "x", "2"), row("torchao", "y", "2")]) == old[3:]
+
+
+class DriftingTimer:
+    """Steps take what they say, times a drift that is linear in the blocks that ran, in logs."""
+
+    def __init__(self) -> None:
+        self.order: list[str] = []
+        self.drift, self.ms = 0.01, 0.0
+        self.time = 0.0
+
+    def block(self, step: StepFunction, steps: int) -> BlockTime:
+        step(0)
+        ms = self.ms * np.exp(self.drift * len(self.order))
+        self.time += 1.0
+        return BlockTime(float(ms), float(ms))
+
+    def now(self) -> float:
+        return self.time
+
+    def clocks(self) -> None:
+        return None
+
+
+def turns(timer: DriftingTimer, rounds: int, deadline: float = 1e9) -> Any:
+    def step(name: str, ms: float) -> StepFunction:
+        def run_(i: int) -> None:
+            timer.order.append(name)
+            timer.ms = ms
+
+        return run_
+
+    steps = {"a": step("a", 12.0), "b": step("b", 10.0), "c": step("c", 8.0)}
+    return gem.take_turns(steps, timer, replace(SETTINGS, rounds=rounds), deadline)
+
+
+def test_a_linear_drift_falls_on_all_arms_alike() -> None:
+    timer = DriftingTimer()
+    found, stopped = turns(timer, 8)
+    assert stopped == "8 rounds, as asked"
+    for start in range(0, len(timer.order), 6):
+        one = timer.order[start : start + 6]
+        assert one == one[::-1]
+    assert len({tuple(timer.order[start : start + 3]) for start in range(0, 48, 6)}) >= 4
+    for name, expected in (("b", 1.2), ("c", 1.5)):
+        mean, (low, high) = gem.ratio(found["a"], found[name])
+        assert mean == pytest.approx(expected, rel=1e-12)
+        assert low == pytest.approx(high, rel=1e-9)
+
+
+def test_no_round_starts_after_the_deadline_once_there_are_a_few() -> None:
+    found, stopped = turns(DriftingTimer(), 20, deadline=0.0)
+    assert len(found["a"]) == 3
+    assert stopped == "the time allowed ended after 3 rounds"
+
+
+def test_the_interval_is_students_t_on_log_ratios() -> None:
+    draw = np.random.default_rng(0)
+    a, b = (np.exp(draw.normal(mean, 0.05, (9, 2))) for mean in (2.5, 2.3))
+    blocks = [[(BlockTime(x, x), BlockTime(y, y)) for x, y in times.tolist()] for times in (a, b)]
+    mean, bounds = gem.ratio(*blocks)
+    logs = (np.log(a) - np.log(b)).mean(1)
+    assert mean == pytest.approx(np.exp(logs.mean()))
+    expected = stats.ttest_1samp(logs, 0).confidence_interval(0.9)
+    assert bounds == pytest.approx(tuple(np.exp(expected)))
+
+
+def fails(task: GemTask, model: torch.nn.Module) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory.\nmore lines")
+
+
+def test_an_arm_that_fails_is_named_and_ours_is_a_fault(task: GemTask) -> None:
+    arms = [*pick_arms([]), GemArm("ours", "narrowgate", "x", fails), GemArm("peer", "torchao", "x", fails, peer=True)]
+    result = gem.measure_steps(task, arms, SETTINGS, "case")
+    assert [row["arm"] for row in result.rows] == ["bf16"]
+    assert [(entry["name"], entry["fault"]) for entry in result.skipped] == [("ours", True), ("peer", False)]
+    assert result.faults == ["ours: OutOfMemoryError: CUDA out of memory."]
+
+
+def test_bf16_itself_must_run(task: GemTask) -> None:
+    with pytest.raises(torch.OutOfMemoryError):
+        gem.measure_steps(task, [GemArm("bf16", "bf16", "bf16", fails)], SETTINGS, "case")
+
+
+def test_arms_that_come_too_late_are_left_out(task: GemTask) -> None:
+    result = gem.measure_steps(task, pick_arms(["gem-fp8"]), replace(SETTINGS, seconds=0.0), "case")
+    assert [row["arm"] for row in result.rows] == ["bf16"]
+    assert "were over before its turn" in result.skipped[0]["reason"]
+    assert not result.faults
+
+
+def test_a_padded_arm_differs_in_nothing_but_the_layout(task: GemTask) -> None:
+    arms = pick_arms(["bf16-padded"])
+    one, other = gem.measure_steps(task, arms, SETTINGS, "case").rows
+    assert one["first_loss"] == pytest.approx(other["first_loss"], rel=1e-6)
+    assert ARMS["bf16-padded"].task(task).data is task.data
+
+
+def test_the_fill_counts_what_attention_sees_of_padding(task: GemTask) -> None:
+    batch = next(iter(task.train_batches(0)))
+    facts = gem.shape_facts(task, [batch])
+    config = task.preset.model
+    lengths = [min(n + config.n_summary, config.max_tokens) for n in batch.offsets.diff().tolist()]
+    assert facts["fill"] == pytest.approx(sum(lengths) / (32 * config.max_tokens), abs=1e-4)
+    assert facts["tokens"] == len(batch.events)
+
+
+def test_even_lengths_are_half_full() -> None:
+    lengths = gem_attention.even_lengths(4096, 256)
+    assert lengths.min() == 1
+    assert lengths.max() == 256
+    assert lengths.float().mean().item() / 256 == pytest.approx(0.5, abs=0.02)
+
+
+def test_uses_are_those_of_the_model() -> None:
+    from narrowgate.models import attention
+
+    config = GemConfig(d=16, heads=2, layers=3, max_tokens=8, fm_hidden=(32,), pffn_tokens=3, attention="jagged")
+    calls: list[tuple[int, int]] = []
+    original = attention.pointwise_attention_in_rows
+
+    def counted(q: Any, k: Any, v: Any, queries: Any, keys: Any, *rest: Any, **named: Any) -> Any:
+        calls.append((queries.width, keys.width))
+        return original(q, k, v, queries, keys, *rest, **named)
+
+    sized = runpy.run_path(str(SCRIPT))["sized"]
+    preset = sized(type("Options", (), {"model": "gem-base", "tiny": True, "batch": 8}))
+    task = GemTask.open(replace(preset, model=config), "synthetic")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "pointwise_attention_in_rows", counted)
+        task.loss(task.build_model(), next(iter(task.train_batches(0))))
+    expected = [
+        (use.queries or config.max_tokens, use.keys or config.max_tokens)
+        for use in gem_attention.uses(config)
+        for _ in range(use.calls)
+    ]
+    assert sorted(calls) == sorted(expected)
+
+
+def test_attention_kernels_are_told_from_the_rest_by_their_names() -> None:
+    source = (ROOT / "models" / "kernels" / "jagged_attention.py").read_text()
+    names = re.findall(r"^def (\w+_kernel)\(", source, re.MULTILINE)
+    assert len(names) == 3
+    assert {kernel_class(name) for name in names} == {"attention"}
+
+
+def test_unknown_arms_are_met_with_the_nearest() -> None:
+    with pytest.raises(NarrowgateError, match="found 'te-curent-large'; did you mean 'te-current-large'"):
+        pick_arms(["te-curent-large"])
