@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from .measurements import KernelClass, Quartet
 
@@ -33,6 +34,10 @@ _CLASSES: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
 )
 _OTHER = "elementwise"
 _GAPS = "gaps"
+#: Classes whose kernels make operands smaller, or turn them for it.
+_CASTING = ("cast", "amax", "transpose")
+#: Share of the candidate's step that casting should take at most.
+CASTING_BAR = 0.10
 #: Profiled steps an arm.
 STEPS = 5
 #: A class owns the loss where it holds at least this share of what the candidate loses.
@@ -97,6 +102,33 @@ def owner_of_loss(classes: Sequence[KernelClass]) -> str | None:
         return None
     owners.sort(key=lambda name: -grown[name])
     return ", ".join(f"{name} {times[name][0]:.3f} to {times[name][1]:.3f} ms" for name in owners)
+
+
+def casting_overhead(classes: Sequence[KernelClass], step_ms: float) -> dict[str, Any] | None:
+    """Return what of the candidate's step is casting, beside the bar; None where nobody profiled.
+
+    The definition adds to the time of stand-alone kernels, of a fused kernel, what it takes longer than the same
+    kernel writing BF16. That counterpart is not profiled here, and a fused kernel has the name of a stand-alone one:
+    its whole time is counted, so the figure is an upper bound.
+
+    Args:
+        classes: both arms' time by class.
+        step_ms: the candidate's whole step, as it was measured apart.
+    """
+    if not classes:
+        return None
+    own = {c.name: c.candidate_ms for c in classes if c.name in _CASTING}
+    ms = math.fsum(own.values())
+    return {
+        "ms": ms,
+        "share": ms / step_ms,
+        "bar": CASTING_BAR,
+        "by_class_ms": own,
+        "baseline_ms": math.fsum(c.baseline_ms for c in classes if c.name in _CASTING),
+        "measured": "upper bound: the whole time of kernels that cast (weights too), find amaxes and scales, or"
+        " transpose, by their names; of fused ones the part that writes BF16 anyway is not taken off, as no"
+        " counterpart that does was profiled",
+    }
 
 
 def _profile(step: Callable[[int], None], steps: int) -> list[tuple[str, float]]:

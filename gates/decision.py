@@ -13,6 +13,7 @@ from fnmatch import fnmatchcase
 from typing import Literal
 
 from . import looks, statistics
+from .gate_modules import judge_module_time
 from .gate_quality import judge_auc, judge_gauc, judge_ne
 from .gate_run import judge_memory, judge_step_time
 from .gate_stability import judge_stability
@@ -114,7 +115,9 @@ def _overall(m: Measurements, judgement: Judgement) -> float:
 
 def _judge(m: Measurements, policy: Policy, levels: Levels) -> list[Judgement]:
     quality = _judge_quality(m, policy, levels)
-    return [judge_step_time(m, policy, levels), *quality, judge_stability(m, policy), judge_memory(m, policy)]
+    modules = judge_module_time(m, policy, levels)
+    speed = [judge_step_time(m, policy, levels), *([] if modules is None else [modules])]
+    return [*speed, *quality, judge_stability(m, policy), judge_memory(m, policy)]
 
 
 def _judge_quality(m: Measurements, policy: Policy, levels: Levels) -> list[Judgement]:

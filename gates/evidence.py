@@ -7,19 +7,16 @@ from typing import Any
 
 from . import looks, statistics
 from .decision import Decision
-from .measurements import ArmRun, Measurements, PartQuality, StepTime
-from .report import ClassTime, Evidence, Level, Statistics
+from .evidence_speed import module_level, step_level
+from .measurements import ArmRun, Measurements, PartQuality
+from .report import Evidence, Level, Statistics
 
 _METHOD = (
     "Quality: paired seeds, one-sided Student t bounds on the mean difference, exact sign-flip p beside them;"
     " a cluster-robust row interval can only withhold a pass."
-    " Speed: one-sided Student t bounds on the mean log ratio of ABBA/BAAB quartets."
+    " Speed: one-sided Student t bounds on the mean log ratio of ABBA/BAAB quartets; of modules, on that of their sums."
     " Looks declared ahead spend the level by an O'Brien-Fleming-like function."
     " Holm across recipes, no correction across gates."
-)
-_STEP_SCOPE = (
-    "one process, the same staged batches for both arms, whole steps: zero_grad, forward, backward, optimizer,"
-    " weight casts and scale updates"
 )
 _METRICS = ("ne", "auc", "calibration", "log_loss", "gauc")
 _NOT_BUILT = "this version measures no such level"
@@ -53,72 +50,11 @@ def evidence_of(m: Measurements, alpha: float, arithmetic: str) -> Evidence:
 
     return Evidence(
         kernel=absent("the same kernel writing BF16", "one kernel, caches flushed"),
-        module=absent("the module in BF16 under torch.compile", "the smallest region that holds a layer"),
-        step=_step(m, alpha),
+        module=module_level(m, alpha),
+        step=step_level(m, alpha),
         distributed=absent("the same step with BF16 payload", "all ranks of one job"),
         quality=_quality(m, alpha, arithmetic),
     )
-
-
-def _step(m: Measurements, alpha: float) -> Level:
-    baseline, step = "BF16 autocast under torch.compile", m.step_time
-    if len(step.quartets) < 2:
-        why = {
-            "no_gpu": "this run had no GPU",
-            "emulated": f"{m.device} emulates part of the recipe: {'; '.join(m.emulated)}",
-            "skipped": "skipped on request",
-        }.get(step.status, "fewer than two quartets were measured")
-        return Level(status="not_measured", why=why, baseline=baseline, scope=_STEP_SCOPE)
-    results: dict[str, Any] = {"quartets": len(step.quartets), "steps_per_block": step.steps_per_block}
-    for clock, own, other in (
-        ("device_events", [q.baseline_ms for q in step.quartets], [q.candidate_ms for q in step.quartets]),
-        ("host_clock", [q.baseline_host_ms for q in step.quartets], [q.candidate_host_ms for q in step.quartets]),
-    ):
-        ratio = statistics.paired(statistics.log_ratios(own, other))
-        results[clock] = {
-            "baseline_ms": _geometric_mean(own),
-            "candidate_ms": _geometric_mean(other),
-            "speedup": math.exp(ratio.mean),
-            "ci_low": math.exp(ratio.lower(alpha)),
-            "ci_high": math.exp(ratio.upper(alpha)),
-        }
-    results["clocks"] = _clocks(step)
-    results["warmup_seconds"] = step.warmup_seconds
-    # Each arm compiles within the first step of its first seed, apart from everything that is timed.
-    first = m.seeds[0]
-    results["compile_seconds"] = {
-        "baseline": first.baseline.first_step_seconds,
-        "candidate": first.candidate.first_step_seconds,
-    }
-    results["stopped"] = step.stopped
-    results["bf16_fused"] = "not measured: this version does not write BF16 from its fused kernels"
-    attribution: tuple[ClassTime, ...] = tuple(
-        {"class": c.name, "baseline_ms": c.baseline_ms, "candidate_ms": c.candidate_ms} for c in step.kernels
-    )
-    return Level(
-        status="measured",
-        baseline=baseline,
-        scope=_STEP_SCOPE,
-        results=results,
-        attribution=attribution or None,
-    )
-
-
-def _clocks(step: StepTime) -> dict[str, Any] | str:
-    clocks = [q.clocks for q in step.quartets if q.clocks]
-    if not clocks:
-        return step.clocks_note or "not recorded"
-    return {
-        "sm_mhz": [min(c.sm_mhz for c in clocks), max(c.sm_mhz for c in clocks)],
-        "watts": [min(c.watts for c in clocks), max(c.watts for c in clocks)],
-        "celsius": [min(c.celsius for c in clocks), max(c.celsius for c in clocks)],
-        "throttle": sorted({reason for c in clocks for reason in c.throttle}),
-    }
-
-
-def _geometric_mean(times: list[tuple[float, float]]) -> float:
-    logs = [math.log(t) for pair in times for t in pair]
-    return math.exp(math.fsum(logs) / len(logs))
 
 
 def _quality(m: Measurements, alpha: float, arithmetic: str) -> Level:

@@ -11,6 +11,7 @@ from . import statistics
 from .attribution import owner_of_loss
 from .judgement import Gate, Judgement, Levels, Reason, Status
 from .measurements import Measurements
+from .module_sums import owners_of_loss
 from .policy import Policy
 
 #: Peaks that grow over so many seeds in a row do so by chance once in 24 runs at most.
@@ -73,8 +74,10 @@ def judge_step_time(m: Measurements, policy: Policy, levels: Levels) -> Judgemen
     shown = f"{math.exp(device_time.mean):.4f}x [{low:.4f}, {high:.4f}]"
     if device_time.upper(levels.reject) < threshold:
         text = f"The step's speedup is {shown}: below the {policy.min_speedup:g}x asked."
-        owner = owner_of_loss(step.kernels)
-        return result("fail", ("too_slow", f"{text} Most of what it loses: {owner} a step." if owner else text))
+        kernels = owner_of_loss(step.kernels)
+        modules = owners_of_loss(m.module_time.modules, policy.min_speedup) if m.module_time else None
+        text += f" Most of what it loses: {kernels} a step." if kernels else ""
+        return result("fail", ("too_slow", text + (f" Of modules alone, {modules} lack most." if modules else "")))
     if device_time.lower(levels.accept) < threshold:
         text = f"The step's speedup is {shown}: the interval holds {policy.min_speedup:g}x. {_more_quartets(m, policy)}"
         return result("undecided", ("speed_interval", text))

@@ -117,6 +117,8 @@ class ArmRun(Record):
     seconds: float
     #: Part of ``seconds`` spent before the first step's result: compilation on the first seed.
     first_step_seconds: float
+    #: Part of ``seconds`` spent on the held-out rows; None in reports of before minor 2.
+    evaluation_seconds: float | None = None
     #: Trained by an earlier run of the same content that did not end, or as another recipe's baseline.
     reused: bool = False
 
@@ -213,6 +215,67 @@ class StepTime(Record):
     clocks_note: str | None = None
     #: Where the time goes, the largest difference first; empty where nobody profiled. Since minor 1.
     kernels: tuple[KernelClass, ...] = ()
+    #: Spent on profiling. Since minor 2.
+    profile_seconds: float | None = None
+
+
+class ModuleProduct(Record):
+    """A layer's product in a real step: y [m, n] = x [m, k] times its weight; ``m`` over all rows of one call."""
+
+    name: str
+    type: str
+    m: int
+    k: int
+    n: int
+
+
+class ModuleRegion(Record):
+    """The smallest piece of the step that holds a layer and what is fused with it (narrowgate.gates.regions)."""
+
+    #: The layers in it, in the first of its calls.
+    products: tuple[ModuleProduct, ...]
+    #: What is fused around them: operations and modules by name, in the order in which they run.
+    around: tuple[str, ...]
+    #: How often a step runs it, under whatever names: the same work on the same shapes in the same formats.
+    calls: int
+    layers: tuple[str, ...]
+    #: Of the FLOPs of all regions that the recipe changes, these calls' part.
+    share: float
+
+    @property
+    def name(self) -> str:
+        """The names of its layers in its first call."""
+        return ", ".join(dict.fromkeys(product.name for product in self.products))
+
+
+class ModuleRun(ModuleRegion):
+    """A region that was timed: forward and backward, milliseconds a call."""
+
+    #: ``*_host_ms`` is what the host needs to launch a call, not what the call takes.
+    quartets: tuple[Quartet, ...]
+
+
+class ModuleLeft(ModuleRegion):
+    """A region that was not timed, and why."""
+
+    why: str
+
+
+class ModuleTime(Record):
+    """The experiment on modules alone, or why there was none."""
+
+    status: Literal["measured", "no_gpu", "emulated", "skipped", "nothing_lowered"]
+    #: Heaviest first.
+    modules: tuple[ModuleRun, ...] = ()
+    left_out: tuple[ModuleLeft, ...] = ()
+    seconds: float | None = None
+    #: Why clocks are absent, where they are.
+    clocks_note: str | None = None
+
+    @property
+    def covered(self) -> float:
+        """Of the FLOPs of all regions that the recipe changes, the part that was timed."""
+        return math.fsum(module.share for module in self.modules)
 
 
 class PartEffect(Record):
@@ -246,6 +309,8 @@ class Measurements(Record):
     seeds: tuple[SeedRun, ...]
     rows: RowIntervals | None
     step_time: StepTime
+    #: None in reports of before minor 2, which had no such gate.
+    module_time: ModuleTime | None = None
     device: str
     #: Why paths of the recipe are emulated on this device; empty where all are native.
     emulated: tuple[str, ...] = ()

@@ -107,6 +107,7 @@ class Pairing:
             peak_memory=trained.peak_memory,
             seconds=trained.seconds,
             first_step_seconds=trained.first_step_seconds,
+            evaluation_seconds=trained.evaluation_seconds,
             reused=trained.reused,
         )
 

@@ -57,7 +57,9 @@ class SpeedPlan(_Section):
     steps_per_block: int = Field(default=10, ge=3)
     #: Stop once the half-width of the interval on the log speedup is at most this.
     half_width: Share = Field(default=0.005, gt=0)
-    budget_seconds: float = Field(default=120, gt=0)
+    budget_seconds: float = Field(default=90, gt=0)
+    #: How long modules alone are compiled and timed, the heaviest first; what is left then is listed with its share.
+    module_budget_seconds: float = Field(default=60, gt=0)
 
     @model_validator(mode="after")
     def _ordered(self) -> SpeedPlan:
@@ -96,6 +98,9 @@ class Policy(_Section):
     slices: dict[str, SliceMargins] = {}
     #: Smallest speedup of the whole step worth having; 1 asks only for "not slower".
     min_speedup: float = Field(default=1.05, ge=0.5, le=10)
+    #: Smallest speedup of the lowered modules alone, all of a step's calls together; None is ``min_speedup``, which a
+    #: step that gains it through its modules has passed in them by more.
+    min_module_speedup: float | None = Field(default=None, ge=0.5, le=10)
     #: Largest candidate over baseline peak memory.
     max_memory_ratio: float = Field(default=1.1, gt=0)
     #: Paired seeds trained, and the fewest that can decide quality.

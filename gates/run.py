@@ -20,7 +20,8 @@ from .decision import decide_family, more_seeds_may_decide
 from .environment import environment
 from .evidence import evidence_of, statistics_of
 from .looks import planned
-from .measurements import Measurements, PartQuality, StepTime
+from .measurements import Measurements, ModuleTime, PartQuality, StepTime
+from .module_time import measure_module_time
 from .pairs import Pair, combine
 from .policy import Policy
 from .progress import Progress
@@ -32,6 +33,7 @@ from .seeds import Job, train_in_process
 from .speed import measure_step_time
 from .task import Task, TaskSource
 from .train import Arm, seed_generators
+from .wall import Marks, wall_seconds
 from .workers import train_seeds
 
 if TYPE_CHECKING:
@@ -96,16 +98,15 @@ def run_gate(run: Run, progress: Progress) -> list[Report]:
     parts = [_parts(run, job, task, plan, device, progress) if run.attribute_quality else () for plan in plans]
     attributed = time.monotonic()
 
-    steps = [
-        _time_steps(run, plan, arms[0][1], arm, device, progress)
-        for plan, (_, arm) in zip(plans, arms[1:], strict=True)
-    ]
-    timed = time.monotonic()
-    wall = {"setup": opened - started, "quality": trained - opened, "speed": timed - attributed, "all": timed - started}
-    if run.attribute_quality:
-        wall["attribution"] = attributed - trained
+    steps: list[StepTime] = []
+    modules: list[ModuleTime] = []
+    for plan, (_, arm) in zip(plans, arms[1:], strict=True):
+        steps.append(_time_steps(run, plan, arms[0][1], arm, device, progress))
+        modules.append(_time_modules(run, plan, arms[0][1], arm, device, progress))
+    marks = Marks(started, opened, trained, attributed if run.attribute_quality else trained, time.monotonic())
     looks = run.looks()
-    measured = [_measurements(pairs[i], steps[i], plan, looks, parts[i]) for i, plan in enumerate(plans)]
+    measured = [_measurements(pairs[i], steps[i], plan, looks, parts[i], modules[i]) for i, plan in enumerate(plans)]
+    wall = wall_seconds(marks, [m.seeds for m in measured], steps, modules, device.type == "cuda")
     reuse = [_reuse(own, _looked(store, arm, len(own))) for (_, arm), own in zip(arms[1:], pairs, strict=True)]
     return [
         _report(run, task, plan, m, decision, wall, own)
@@ -205,18 +206,37 @@ def _time_steps(
     return measure_step_time(baseline, candidate, run.policy.speed, run.policy.alpha, told)
 
 
+def _time_modules(
+    run: Run, plan: Plan, baseline: Arm, candidate: Arm, device: torch.device, progress: Progress
+) -> ModuleTime:
+    if device.type != "cuda":
+        return ModuleTime(status="no_gpu")
+    if not plan.lowered:
+        return ModuleTime(status="nothing_lowered")
+    if not plan.native:
+        return ModuleTime(status="emulated")
+    progress.phase(f"timing modules of {plan.recipe.name}: noting a step")
+
+    def told(i: int, n: int, name: str) -> None:
+        progress.phase(f"timing modules of {plan.recipe.name}: {i} of {n}, {name}")
+
+    return measure_module_time(baseline, candidate, plan, run.policy.speed, run.policy.alpha, told)
+
+
 def _measurements(
     pairs: Sequence[Pair],
     step_time: StepTime,
     plan: Plan,
     looks: tuple[int, ...] = (),
     parts: tuple[PartQuality, ...] = (),
+    module_time: ModuleTime | None = None,
 ) -> Measurements:
     return Measurements(
         tasks=pairs[0].tasks,
         seeds=tuple(pair.run for pair in pairs),
         rows=combine(pairs),
         step_time=step_time,
+        module_time=module_time,
         device=plan.device.name,
         emulated=tuple(plan.emulated_reasons()),
         looks=looks,

@@ -74,17 +74,30 @@ class CudaTimer:
         """Time a block; the device is waited for before and after it, never inside."""
         import torch
 
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
         torch.cuda.synchronize(self._device)
+        started = time.perf_counter()
+        events, _ = self._launch(step, steps)
+        torch.cuda.synchronize(self._device)
+        host = (time.perf_counter() - started) * 1000 / steps
+        return BlockTime(self._median(events), host)
+
+    def _launch(self, step: StepFunction, steps: int) -> tuple[list[Any], float]:
+        """Launch a block; return the events at the boundaries of its steps, and the seconds that launching took."""
+        import torch
+
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
         started = time.perf_counter()
         events[0].record()
         for i in range(steps):
             step(i)
             events[i + 1].record()
-        torch.cuda.synchronize(self._device)
-        host = (time.perf_counter() - started) * 1000 / steps
+        return events, time.perf_counter() - started
+
+    @staticmethod
+    def _median(events: Sequence[Any]) -> float:
+        """Milliseconds between two events: the median of those that ran after the block settled."""
         times = [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
-        return BlockTime(float(np.median(times[min(_SETTLE, steps - 1) :])), host)
+        return float(np.median(times[min(_SETTLE, len(times) - 1) :]))
 
     def now(self) -> float:
         """The host's monotonic clock."""
@@ -176,7 +189,9 @@ def measure_step_time(
         timer.block(steps[1], plan.steps_per_block)
         warmup = time.perf_counter() - started
         quartets, stopped = run_quartets(steps[0], steps[1], timer, plan, alpha, told)
+        measured = time.perf_counter()
         kernels = attribute(steps[0], steps[1], quartets)
+        profiled = time.perf_counter() - measured
     for arm in (baseline, candidate):
         arm.park()
     return StepTime(
@@ -187,6 +202,7 @@ def measure_step_time(
         stopped=stopped,
         clocks_note=timer.note,
         kernels=kernels,
+        profile_seconds=profiled,
     )
 
 

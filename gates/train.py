@@ -74,6 +74,8 @@ class Trained:
     peak_memory: int | None
     seconds: float
     first_step_seconds: float
+    #: Part of ``seconds`` that predicting the held-out rows took.
+    evaluation_seconds: float = 0.0
     #: The optimizer's hyperparameters by parameter group after the first and after the last step.
     optimizer: tuple[dict[str, Any], ...] = ()
     observed: Observed = NOT_OBSERVED
@@ -138,7 +140,9 @@ class Arm:
         broken = not (np.isfinite(fit.losses).all() and np.isfinite(fit.norms).all())
         assert self._model is not None
         # Not the compiled one: a second graph an arm costs a minute to compile, for some batches.
+        begun = time.perf_counter()
         predicted = Predicted() if broken else predict(self.task, self._model, self.device)
+        ended = time.perf_counter()
         return Trained(
             seed=seed,
             weights=weights,
@@ -151,8 +155,9 @@ class Arm:
             groups=predicted.groups,
             slices=predicted.slices,
             peak_memory=fit.peak,
-            seconds=time.perf_counter() - started,
+            seconds=ended - started,
             first_step_seconds=fit.first_step_seconds,
+            evaluation_seconds=ended - begun,
             optimizer=fit.optimizer,
             observed=tensors_watch.result(),
         )
@@ -201,6 +206,12 @@ class Arm:
             optimizer.step()
 
         return step
+
+    def module(self, seed: int) -> nn.Module:
+        """Return the model itself in its initial state for ``seed`` and in training mode, for timing parts of it."""
+        self.start(seed)
+        assert self._model is not None
+        return self._model.train()
 
     def park(self) -> None:
         """Give the device's memory back, so that another arm's peak is its own; what was compiled stays usable."""

@@ -55,7 +55,7 @@ def test_a_run_says_what_each_part_loses(measure: Callable[..., Any]) -> None:
     assert parts["head"]["without"] == parts["body"]["only"]
     assert parts["body"]["only"]["ne_increase"] != parts["head"]["only"]["ne_increase"] != 0
     assert parts["body"]["only"]["ci_low"] <= parts["body"]["only"]["ne_increase"] <= parts["body"]["only"]["ci_high"]
-    assert report.wall_seconds["attribution"] > 0
+    assert report.wall_seconds["quality attribution"] > 0
 
 
 def test_the_reason_names_who_loses_most(measurements) -> None:
