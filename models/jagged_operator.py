@@ -5,6 +5,8 @@ computes ``activation(scale · q kᵀ) v / norm`` for q [Tq, H, dh] and k, v [Tk
 ``offsets[b]:offsets[b + 1]``; the remaining arguments are :class:`narrowgate.models.kernels.reference.Rules`. On a GPU
 it launches Triton kernels, elsewhere it is their reference. ``jagged_attention_backward`` takes the output's gradient
 in front and returns those of q, k and v; it has none of its own.
+
+Both tell :mod:`torch.utils.flop_counter` how much they multiply: whoever looks at operations sees no products inside.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from ..precision.errors import NarrowgateError
 from .config import MAX_JAGGED_HEAD
@@ -127,6 +130,59 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 torch.library.register_autograd("narrowgate::jagged_attention", _gradients, setup_context=_save, lib=_LIBRARY)
+
+
+def seen_pairs(queries: Tensor, keys: Tensor, rules: Rules) -> Tensor:
+    """Return how many pairs of a query and a key it sees each row has, [B] int64.
+
+    Args:
+        queries: [B] int64, the queries of each row.
+        keys: [B] int64.
+        rules: which of them count, and where a query may look.
+    """
+    n, m = queries.clamp_max(rules.max_q), keys.clamp_max(rules.max_kv)
+    if not rules.causal:
+        return n * m
+
+    def seen(last: Tensor, most: int | None) -> Tensor:
+        """Pairs of the queries that stand at the keys 1 to ``last``, each of which sees ``most`` keys at most."""
+        near = last if most is None else last.clamp_max(most)
+        return near * (near + 1) // 2 + (last - near) * (most or 0)
+
+    # Ends are aligned: queries stand at the last n keys; those in front of the first key see nothing.
+    before = (m - n).clamp_min(0)
+    window = rules.window or None
+    pairs = seen(m, window) - seen(before, window)
+    free = torch.maximum(m - rules.n_summary, before) if window else m
+    # The closing queries have no limit.
+    return pairs + (seen(m, None) - seen(free, None)) - (seen(m, window) - seen(free, window))
+
+
+def _flops(products: int, q: Tensor, q_offsets: Tensor, kv_offsets: Tensor, k: Tensor, rules: tuple[Any, ...]) -> int:
+    """FLOPs of ``products`` matrix products over all seen pairs; an addition and a multiplication are two."""
+    rows = q_offsets.shape[0] - 1
+    if q_offsets.is_meta:
+        # Without values: as if all rows were equally long.
+        queries, keys = (torch.full((rows,), x.shape[0] // max(rows, 1)) for x in (q, k))
+    else:
+        queries, keys = q_offsets.diff(), kv_offsets.diff()
+    return 2 * products * q.shape[1] * q.shape[2] * int(seen_pairs(queries, keys, Rules(*rules)).sum())
+
+
+@register_flop_formula(torch.ops.narrowgate.jagged_attention, get_raw=True)
+def _forward_flops(
+    q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, *rules: Any, out_val: Any = None
+) -> int:
+    return _flops(2, q, q_offsets, kv_offsets, k, rules)
+
+
+@register_flop_formula(torch.ops.narrowgate.jagged_attention_backward, get_raw=True)
+def _backward_flops(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, *rules: Any,
+    out_val: Any = None,
+) -> int:  # fmt: skip
+    # Two a product of the forward. Kernels compute scores and their gradients anew, which is not counted.
+    return _flops(4, q, q_offsets, kv_offsets, k, rules)
 
 
 #: For lists of operations, as selective checkpointing takes them.

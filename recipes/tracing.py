@@ -1,12 +1,14 @@
 """Every matrix product of one step, with its call site: what a recipe reaches, and what it does not.
 
 The model runs once, eagerly and without gradients, under a dispatch mode that sees each operation whoever calls it.
-Backward multiplies the same sizes twice more, so shares of the forward's FLOPs are shares of the step's. A product
-inside a custom operation (a hand-written kernel) is not seen.
+Backward multiplies the same sizes twice more, so shares of the forward's FLOPs are shares of the step's. Products
+inside a custom operation (a hand-written kernel) are counted where that told :mod:`torch.utils.flop_counter` its
+formula (``register_flop_formula``), and are not seen otherwise.
 """
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from ..precision.errors import NarrowgateError
 from .targets import find_targets, named_modules
@@ -25,8 +28,12 @@ from .targets import find_targets, named_modules
 _TORCH = Path(torch.__file__).parent
 _OURS = tuple(Path(__file__).parents[1] / part for part in ("precision", "recipes"))
 #: Frames of PyTorch that say nothing about what the user called.
-_PLUMBING = frozenset({"_call_impl", "_wrapped_call_impl", "forward", "inner", "wrapper", "decorate_context"})
+_PLUMBING = frozenset(
+    {"_call_impl", "_wrapped_call_impl", "__call__", "forward", "inner", "wrapper", "decorate_context"}
+)
 _CONVOLUTION, _ATTENTION = "convolutions are not lowered", "fused attention kernels are not lowered"
+_OPAQUE = "the products inside this operation are its own"
+_EQUAL_ROWS = "; counted as if all rows were equally long, as the meta device knows no lengths"
 _FREE = "no module that rules reach multiplies it; narrowgate.precision.MatMul makes a product a target"
 
 
@@ -169,16 +176,26 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         name = func._schema.name.partition("::")[2]
-        flops = _flops(name, args, out)
+        flops, formula = _flops(name, args, out), None
+        if flops is None:
+            formula = flop_registry.get(func._overloadpacket)
+            flops = None if formula is None else int(formula(*args, **(kwargs or {}), out_val=out))
         if flops is not None:
             known = [module for module in self.stack if id(module) in self.names]
             self.inside = self.inside or bool(known)
             module = known[-1] if known else None
-            key = (*self._place(name, module), *_call_site(name))
+            place = self._place(name, module) if formula is None else self._inside(name, module, args)
+            key = (*place, *_call_site(name, _defined_in(formula)))
             entry = self.found.setdefault(key, [0, 0])
             entry[0] += 1
             entry[1] += flops
         return out
+
+    def _inside(self, op: str, module: nn.Module | None, args: Any) -> tuple[str, None, str]:
+        """As :meth:`_place`, of an operation that multiplies inside of itself."""
+        unknown = any(isinstance(x, Tensor) and x.is_meta and not x.is_floating_point() for x in args)
+        reason = (_ATTENTION if "attention" in op else _OPAQUE) + _EQUAL_ROWS * unknown
+        return self.names[id(module)] if module is not None else "", None, reason
 
     def _place(self, op: str, module: nn.Module | None) -> tuple[str, str | None, str | None]:
         """(name of the module, name of the layer that covers it or None, why none does)."""
@@ -236,15 +253,31 @@ def _below(*functions: str) -> bool:
     return False
 
 
-def _call_site(op: str) -> tuple[str, str, int, str]:
-    """(operation with what the user called, file, line, function) of the nearest frame outside of PyTorch and us."""
+def _defined_in(formula: Callable[..., Any] | None) -> str | None:
+    """The file that told an operation's formula: the operation's own, whose functions around it are no call site."""
+    return None if formula is None else inspect.getsourcefile(inspect.unwrap(formula))
+
+
+def _call_site(op: str, own: str | None = None) -> tuple[str, str, int, str]:
+    """(operation with what the user called, file, line, function) of the nearest frame outside of PyTorch and us.
+
+    Of frames in the file ``own`` that called each other, who called the first of them; that one itself where PyTorch
+    did, as it does with a module's forward.
+    """
     frame = sys._getframe(2)
     called = ""
+    within = None
     while frame.f_back is not None:
         path = Path(frame.f_code.co_filename)
-        if path.is_relative_to(_TORCH):
-            called = frame.f_code.co_name
-        elif not any(path.is_relative_to(part) for part in _OURS) and not frame.f_code.co_filename.startswith("<"):
+        inside = path.is_relative_to(_TORCH)
+        if inside or any(path.is_relative_to(part) for part in _OURS) or frame.f_code.co_filename.startswith("<"):
+            if within is not None:
+                frame = within
+                break
+            called = frame.f_code.co_name if inside else called
+        elif frame.f_code.co_filename == own:
+            within = frame
+        else:
             break
         frame = frame.f_back
     shown = op if called in _PLUMBING or called.strip("_") in (op.strip("_"), "torch_dispatch") else f"{op} ({called})"

@@ -313,3 +313,32 @@ def test_kernels_repeat_to_the_bit(small_tiles: None) -> None:
         out = jagged_attention(x, x, x, at, at, rules)
         runs.append((out, *torch.autograd.grad(out, x, out.detach())))
     assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(run, runs[0], strict=True))
+
+
+@plain_test
+@pytest.mark.parametrize("rules", [
+    {}, {"causal": True}, {"causal": True, "window": 3, "n_summary": 2}, {"causal": True, "window": 1},
+    {"max_q": 4, "max_kv": 6, "causal": True},
+])  # fmt: skip
+def test_flops_are_those_of_the_pairs_that_are_seen(rules: dict[str, Any]) -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    queries, keys = [6, 0, 9, 4, 1, 12, 2], [6, 3, 4, 11, 0, 12, 9]
+    made = Rules(**{"max_q": 20, "max_kv": 20, "activation": "silu", "scale": 1.0, "norm": 1.0, **rules})
+    pairs = 0
+    for n, m in zip(queries, keys, strict=True):
+        n, m = min(n, made.max_q), min(m, made.max_kv)
+        mask = made.mask(n, m, torch.device("cpu"))
+        pairs += n * m if mask is None else int(mask.sum())
+    q, k, v = (torch.randn(sum(n) + 2, 2, 8, requires_grad=True) for n in (queries, keys, keys))
+    with FlopCounterMode(display=False) as forward:
+        out = jagged_attention(q, k, v, offsets(queries), offsets(keys), made)
+    with FlopCounterMode(display=False) as backward:
+        out.sum().backward()
+    names = ["jagged_attention", "jagged_attention_backward"]
+    found = [
+        mode.get_flop_counts()["Global"][getattr(torch.ops.narrowgate, name)]
+        for mode, name in zip((forward, backward), names, strict=True)
+    ]
+    # q kᵀ and scores v; backward two of each.
+    assert found == [2 * 2 * 2 * 8 * pairs, 4 * 2 * 2 * 8 * pairs]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from narrowgate.precision.errors import NarrowgateError
 from narrowgate.recipes import apply_recipe
 from narrowgate.recipes.tracing import trace_gemms
 from torch import nn
+from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 LINES = Path(__file__).read_text().split("\n")
 
@@ -31,6 +34,20 @@ class Mixed(nn.Module):
         mixed = torch.einsum("bij,bjk->bik", pairs, y)  # written as einsum
         attended = F.scaled_dot_product_attention(y, y, mixed)  # fused
         return self.drop(self.conv(attended)).sum()  # conv
+
+
+class Squared(nn.Module):
+    """Calls an operation through a function of the file that defines it."""
+
+    def __init__(self, square: Any) -> None:
+        super().__init__()
+        self.square = square
+
+    def call(self, x):
+        return self.square(x)
+
+    def forward(self, x):
+        return self.call(x) @ x  # operation
 
 
 def line(comment: str) -> int:
@@ -111,6 +128,59 @@ def test_a_lowered_compiled_model_traces_as_the_plain_one(model, x):
     compiled = torch.compile(model, backend="eager")
     lowered = trace_gemms(compiled, lambda: compiled(x))
     assert {(g.layer, g.line, g.flops) for g in lowered.gemms} == {(g.layer, g.line, g.flops) for g in plain.gemms}
+
+
+def test_a_hand_written_operation_counts_by_the_formula_it_told(model, x):
+    library = torch.library.Library("narrowgate_tests", "FRAGMENT")
+    library.define("square(Tensor x) -> Tensor")
+    library.impl("square", lambda x: x @ x.mT, "CompositeExplicitAutograd")
+    square = torch.ops.narrowgate_tests.square
+    try:
+        model.block.append(Squared(square))
+        silent = trace_gemms(model, lambda: model(x))
+        register_flop_formula(square)(lambda shape, out_shape=None: 7 * shape[0])
+        told = trace_gemms(model, lambda: model(x))
+    finally:
+        flop_registry.pop(square, None)
+    (found,) = (gemm for gemm in told.gemms if gemm.op == "square")
+    assert "square" not in {gemm.op for gemm in silent.gemms}
+    assert (found.flops, found.calls, found.layer) == (7 * 3, 1, None)
+    assert (found.line, found.module) == (line("operation"), "block.2")
+    assert found.reason == "the products inside this operation are its own"
+    assert told.flops == silent.flops + 21
+
+
+def test_attention_over_jagged_rows_counts_what_its_queries_see():
+    found = []
+    for device in ("cpu", "meta"):
+        task = jagged_task(device)
+        model = task.build_model()
+        batch = next(iter(task.train_batches(0)))
+        found.append(trace_gemms(model, lambda task=task, model=model, batch=batch: task.loss(model, batch)))
+    batch = next(iter(jagged_task("cpu").train_batches(0)))
+    config = jagged_task("cpu").preset.model
+    lengths = (batch.offsets.diff() + config.n_summary).clamp_max(config.max_tokens)
+    own = int((lengths * (lengths + 1) // 2).sum() + config.pffn_tokens * lengths.sum())
+    entries = [{g.module: g for g in trace.gemms if g.op == "jagged_attention"} for trace in found]
+    here, planned = entries
+    assert here.keys() == planned.keys() == {"layers.0.sequence", "layers.0.cross.pooling", "cross.pooling"}
+    # Two products of d multiplications and additions a pair.
+    assert here["layers.0.sequence"].flops == 4 * config.d * own
+    assert here["cross.pooling"].flops == 4 * config.d * config.n_pma * int(lengths.sum())
+    assert all(g.file.endswith("models/attention.py") for g in here.values())
+    assert {g.reason for g in here.values()} == {"fused attention kernels are not lowered"}
+    assert {g.layer for g in here.values()} == {None}
+    # Without lengths, as if all rows were equally long: said, and near.
+    assert all("counted as if all rows were equally long" in g.reason for g in planned.values())
+    assert planned["layers.0.sequence"].flops == pytest.approx(4 * config.d * own, rel=0.25)
+
+
+def jagged_task(device: str) -> Any:
+    from narrowgate.models import GemTask, get_preset
+
+    preset = get_preset("gem-tiny")
+    model = dataclasses.replace(preset.model, attention="jagged")
+    return GemTask.open(dataclasses.replace(preset, model=model), "synthetic", device=device)
 
 
 def test_a_step_without_the_model_is_an_error(model):
