@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Optional
+from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
 from .cli_options import Backend, Json, Model, device_names, recipe_names
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ..recipes.plan import Plan
+    from ..recipes.topology import Topology
+    from ..recipes.wire_plan import Wire
+    from ..recipes.wire_units import Sharding
 
 
 def plan(
     recipe: Annotated[
         str, typer.Argument(metavar="RECIPE", help="A built-in name or a file.", autocompletion=recipe_names)
     ],
+    links: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Argument(metavar="LINKS", help="With --shards: a file of bandwidths and latencies between GPUs."),
+    ] = None,
     model: Model = "gem-tiny",
     data: Annotated[
         Optional[str],  # noqa: UP045
@@ -42,6 +56,41 @@ def plan(
         Optional[str],  # noqa: UP045
         typer.Option(metavar="FILE", help="Price by these measured rates, as scripts/bench_gemm_rates writes them."),
     ] = None,
+    shards: Annotated[
+        bool, typer.Option("--shards", help="Plan the wire of FSDP2 instead, over the links of LINKS or an example's.")
+    ] = False,
+    gpus: Annotated[
+        Optional[list[int]],  # noqa: UP045
+        typer.Option(min=1, help="GPUs to plan the wire for; may be repeated [default: 8, 64, 4096]."),
+    ] = None,
+    shard_group: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(min=1, help="GPUs that share each weight where others hold replicas [default: an NVLink domain]."),
+    ] = None,
+    unit: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option(
+            metavar="GLOB", help="Modules that fully_shard takes one by one [default: entries of lists of blocks]."
+        ),
+    ] = None,
+    ignore: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option(metavar="GLOB", help="Modules that FSDP2 leaves alone, such as tables that are sharded by table."),
+    ] = None,
+    param_dtype: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="What weights without codes travel as, of FSDP2's policy [default: bf16]."),
+    ] = None,
+    reduce_dtype: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="What gradients travel as, of FSDP2's policy [default: as weights]."),
+    ] = None,
+    keep_gathered: Annotated[
+        bool, typer.Option("--keep-gathered", help="Units stay gathered until backward: reshard_after_forward=False.")
+    ] = False,
+    joint_amaxes: Annotated[
+        bool, typer.Option("--joint-amaxes", help="reduce_amaxes(model) runs once a step.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Show what each layer and GEMM path gets, which rule says so, whether the device runs it natively, and its price.
@@ -49,6 +98,8 @@ def plan(
     Prices, the predicted gain or loss of each layer, need the rows that it multiplies: --rows, --trace or --data.
 
     Example: narrowgate plan gem-fp8 --model gem-small --device h200 --rows 8192
+
+    Example: narrowgate plan mine.yaml --model gem-base --shards links.yaml --device h200 --rows 4096
     """
     plan_command(
         PlanOptions(
@@ -62,8 +113,46 @@ def plan(
             trace=trace,
             rates=rates,
             json=json,
+            wire=WireOptions(
+                shards=shards,
+                links=links,
+                gpus=tuple(gpus or ()),
+                shard_group=shard_group,
+                units=tuple(unit or ()),
+                ignored=tuple(ignore or ()),
+                param_dtype=param_dtype,
+                reduce_dtype=reduce_dtype,
+                keep_gathered=keep_gathered,
+                joint_amaxes=joint_amaxes,
+            ),
         )
     )
+
+
+@dataclass(frozen=True)
+class WireOptions:
+    """What ``plan --shards`` was asked beside the plan itself."""
+
+    shards: bool = False
+    links: str | None = None
+    gpus: tuple[int, ...] = ()
+    shard_group: int | None = None
+    units: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+    param_dtype: str | None = None
+    reduce_dtype: str | None = None
+    keep_gathered: bool = False
+    joint_amaxes: bool = False
+
+    def stray(self) -> str | None:
+        """Return an option that means nothing without ``--shards``; None where there is none."""
+        told = {
+            f"LINKS '{self.links}'": self.links, "--gpus": self.gpus, "--shard-group": self.shard_group,
+            "--unit": self.units, "--ignore": self.ignored, "--param-dtype": self.param_dtype,
+            "--reduce-dtype": self.reduce_dtype, "--keep-gathered": self.keep_gathered,
+            "--joint-amaxes": self.joint_amaxes,
+        }  # fmt: skip
+        return None if self.shards else next((name for name, value in told.items() if value), None)
 
 
 @dataclass(frozen=True)
@@ -80,6 +169,7 @@ class PlanOptions:
     trace: bool
     rates: str | None
     json: bool
+    wire: WireOptions
 
 
 def plan_command(options: PlanOptions) -> None:
@@ -94,6 +184,9 @@ def plan_command(options: PlanOptions) -> None:
     if traced and options.rows is not None:
         other = "--trace" if options.trace else "--data, which traces a batch"
         raise NarrowgateError(f"found --rows and {other}, expected one of them")
+    stray = options.wire.stray()
+    if stray is not None:
+        raise NarrowgateError(f"found {stray} without --shards, expected both or neither")
     loaded, target = load_recipe(options.recipe), named_device(options.device)
     rates = None if options.rates is None else load_rates(options.rates)
     # Shapes are all that a plan needs, traced or not: a built-in model needs no weights.
@@ -105,7 +198,9 @@ def plan_command(options: PlanOptions) -> None:
     plan = resolve(loaded, built, device=target, backend=options.backend, rows=rows, rates=rates)
     if traced:
         plan = plan.with_trace(trace_step(task, built))
-    if options.json:
+    if options.wire.shards:
+        _print_wire(built, plan, options)
+    elif options.json:
         sys.stdout.write(plan.to_json())
     elif sys.stdout.isatty():
         from rich.console import Console
@@ -113,3 +208,132 @@ def plan_command(options: PlanOptions) -> None:
         Console().print(plan.render())
     else:
         sys.stdout.write(plan.to_text())
+
+
+#: GPUs to plan the wire for where nobody says: one host, a rack or two, and GEM's "several thousand".
+_GPUS = (8, 64, 4096)
+
+
+def _print_wire(model: nn.Module, plan: Plan, options: PlanOptions) -> None:
+    """Print what a sharded step puts on the wire, in every layout that was asked for."""
+    from ..recipes.topology import example_topology, load_topology
+    from ..recipes.wire_plan import Layout, predict_wire
+    from ..recipes.wire_units import Sharding
+
+    asked = options.wire
+    topology = example_topology() if asked.links is None else load_topology(asked.links)
+    sharding = Sharding(
+        units=asked.units or None,
+        ignored=asked.ignored,
+        param_dtype=asked.param_dtype or "bf16",
+        reduce_dtype=asked.reduce_dtype,
+        reshard=not asked.keep_gathered,
+        joint_amaxes=asked.joint_amaxes,
+    )
+    group = asked.shard_group or topology.domain.gpus
+    layouts = dict.fromkeys(
+        Layout(gpus, shard) for gpus in asked.gpus or _GPUS for shard in (gpus, group) if shard <= gpus
+    )
+    wires = [predict_wire(model, plan, layout, topology, sharding) for layout in layouts]
+    if options.json:
+        facts = {"topology": topology.model_dump(), "layouts": [wire.to_dict() for wire in wires]}
+        print(json.dumps({**plan.to_dict(), "wire": facts}, indent=2, ensure_ascii=False))
+    else:
+        print("\n".join(wire_lines(plan, topology, sharding, wires)))
+
+
+def wire_lines(plan: Plan, topology: Topology, sharding: Sharding, wires: Sequence[Wire]) -> list[str]:
+    """Return the plan of the wire as lines of text.
+
+    Args:
+        plan: what the wire was predicted for.
+        topology: over which links.
+        sharding: how.
+        wires: one a layout.
+    """
+    own = f"gathers {plan.gather} for {len(plan.gathered)} of {len(plan.layers)} layers"
+    if not plan.gathered:
+        own = f"gathers no layer in low precision (shards.all_gather: {plan.gather})"
+    units = [name or "the root" for name in wires[0].units]
+    shown = ", ".join(units) if len(units) <= _UNITS_SHOWN else f"{', '.join(units[:3])}, ..., {units[-1]}"
+    lines = [
+        f"{plan.recipe.name} ({plan.recipe.hash()[:12]}): {own}, of FSDP2 units {shown} ({len(units)})",
+        _links_told(topology),
+        "",
+        *_table(_traffic(wires, sharding.param_dtype or "stored")),
+        "",
+        "MB (1e6 bytes) leave one GPU in a step; ms are predicted from the links, one collective after another.",
+    ]
+    padded = max(entry.padding / entry.total for wire in wires for entry in wire.recipe.traffic)
+    if padded:
+        lines.append(f"Padding of uneven shards is counted: up to {padded:.1%} of a collective.")
+    lines += _bounds(plan, wires)
+    return lines
+
+
+_UNITS_SHOWN = 6
+
+
+def _links_told(topology: Topology) -> str:
+    tiers = [f"domains of {topology.domain.gpus} GPUs {topology.domain.gb_per_s:g} GB/s"]
+    if topology.zone is not None:
+        tiers.append(f"zones of {topology.zone.gpus} {topology.zone.gb_per_s:g} GB/s")
+    if topology.across is not None:
+        tiers.append(f"across zones {topology.across.gb_per_s:g} GB/s")
+    kind = "measured" if topology.measured else "example figures, not measured"
+    return f"links of '{topology.topology}' ({kind}): {', '.join(tiers)} a GPU and direction; {topology.algorithm}"
+
+
+def _traffic(wires: Sequence[Wire], dtype: str) -> list[list[str]]:
+    rows = [["layout", "collective", "calls", f"{dtype} MB", "MB", "ratio", f"{dtype} ms", "ms"]]
+    for wire in wires:
+        plain = {entry.what: entry for entry in wire.plain.traffic}
+        for entry in wire.recipe.traffic:
+            other = plain.get(entry.what)
+            figures = (other.sent, other.us) if other else (0.0, 0.0)
+            rows.append(_row(str(wire.layout), entry.what, str(entry.calls), figures, (entry.sent, entry.us)))
+        totals = (wire.plain.sent, wire.plain.us), (wire.recipe.sent, wire.recipe.us)
+        rows.append(_row(str(wire.layout), "all", "", *totals))
+    return rows
+
+
+def _row(layout: str, what: str, calls: str, plain: tuple[float, float], recipe: tuple[float, float]) -> list[str]:
+    ratio = f"{recipe[0] / plain[0]:.2f}" if plain[0] else ""
+    sent, ms = ([f"{values[i] / scale:.{digits}f}" for values in (plain, recipe)]
+                for i, scale, digits in ((0, 1e6, 1), (1, 1e3, 2)))  # fmt: skip
+    return [layout, what, calls, *sent, ratio, *ms]
+
+
+def _bounds(plan: Plan, wires: Sequence[Wire]) -> list[str]:
+    """Say how long compute and communication take together, between all and nothing of it hidden."""
+    if wires[0].plain.compute_us is None:
+        return [f"No bounds of a step: no compute to hide it behind: {plan.no_prices or 'no layer has a price'}."]
+    rows = [["layout", "bf16: compute", "all hidden", "all exposed", "recipe: compute", "all hidden", "all exposed"]]
+    for wire in wires:
+        row = [str(wire.layout)]
+        for payload in (wire.plain, wire.recipe):
+            assert payload.compute_us is not None
+            assert payload.hidden_us is not None
+            assert payload.exposed_us is not None
+            row += [f"{us / 1e3:.2f} ms" for us in (payload.compute_us, payload.hidden_us, payload.exposed_us)]
+        rows.append(row)
+    return [
+        "",
+        *_table(rows),
+        "",
+        "Bounds, no measurement: compute is the predicted time of the linear layers alone, and whatever else a step "
+        "computes hides more.",
+    ]
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return aligned lines: the first two columns to the left where they are names, figures to the right."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    named = 2 if rows[0][1] == "collective" else 1
+    return [
+        "  ".join(
+            cell.ljust(width) if i < named else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]

@@ -19,30 +19,18 @@ Casts, copies into and out of FSDP2's buffers, and GEMMs that an overlapping col
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
-import torch
 from torch import nn
 
-from ..precision.errors import NarrowgateError, did_you_mean
+from ..precision.errors import NarrowgateError
 from ..precision.spec import Spec
-from .errors import RecipeError
-from .globs import Names, parse_pattern
 from .plan import Plan
-from .runnable import inexpressible_in_plan, not_built_in_parts
-from .shards import check_shards
-from .targets import find_targets, named_modules, unwrap
 from .topology import Group, Topology
+from .wire_units import SIZES, Parameter, Sharding, Unit, units_of
 
-#: What holds blocks in a row, and what ``fully_shard`` refuses because nobody calls it.
-_LISTS = (nn.ModuleList, nn.Sequential)
-_NO_FORWARD = (nn.ModuleList, nn.ModuleDict)
-#: Bytes of a value.
-_SIZES = {"fp32": 4, "bf16": 2, "fp16": 2}
-_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 #: Of a scale or an amax in FP32.
 _SCALE = 4
 
@@ -73,24 +61,6 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Sharding:
-    """How a model is handed to ``fully_shard``."""
-
-    #: Names of the modules that are units of their own; None: :func:`default_units`.
-    units: Sequence[str] | None = None
-    #: Patterns of modules whose parameters FSDP2 leaves alone (``ignored_params``), such as tables sharded otherwise.
-    ignored: Sequence[str] = ()
-    #: ``MixedPrecisionPolicy``: what weights without codes travel as (None: as they are stored), and gradients (None:
-    #: as ``param_dtype``). One of ``fp32``, ``bf16``, ``fp16``.
-    param_dtype: str | None = "bf16"
-    reduce_dtype: str | None = None
-    #: ``reshard_after_forward`` of the units; the root never is.
-    reshard: bool = True
-    #: Whether :func:`narrowgate.precision.reduce_amaxes` runs once a step.
-    joint_amaxes: bool = False
-
-
-@dataclass(frozen=True)
 class Traffic:
     """All collectives of one kind in a step, as one rank takes part in them."""
 
@@ -101,8 +71,8 @@ class Traffic:
     calls: int
     #: Bytes that a rank hands over, by what they are: ``fp8_e4m3``, ``fp32 scales``, ``bf16``.
     given: Mapping[str, int]
-    #: Of all that the ranks hand over together, bytes that only fill up the last shards.
-    padding: int
+    #: Of them, averaged over ranks, those that only fill up the last shards.
+    padding: float
     #: Bytes that leave the rank, in a ring or pairwise.
     sent: float
     us: float
@@ -168,44 +138,20 @@ class Wire:
     layout: Layout
     plain: Payload
     recipe: Payload
+    #: The units that have parameters; the root, last, is the empty name.
+    units: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the layout as JSON-ready data."""
         return {
-            "layout": str(self.layout), "gpus": self.layout.gpus, "shard": self.layout.shard,
-            "replicas": self.layout.replicas, "plain": self.plain.to_dict(), "recipe": self.recipe.to_dict(),
-        }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class _Parameter:
-    rows: int
-    #: Elements of a row.
-    width: int
-    #: Of the master, ``fp32`` or ``bf16``.
-    dtype: str
-    trains: bool
-    #: How it is gathered; None: its values in the policy's dtype.
-    spec: Spec | None
-
-
-@dataclass(frozen=True)
-class _Unit:
-    name: str
-    parameters: tuple[_Parameter, ...]
-
-
-def default_units(model: nn.Module) -> list[str]:
-    """Return the blocks that models are commonly sharded by: the entries of the outermost lists and ``Sequential``.
-
-    Lists within lists count by their entries; what has no parameters is none.
-    """
-    units: list[str] = []
-    for name, module, parent in named_modules(unwrap(model)):
-        entry = isinstance(parent, _LISTS) and not isinstance(module, _NO_FORWARD)
-        if entry and not any(_within(name, unit) for unit in units) and next(module.parameters(), None) is not None:
-            units.append(name)
-    return units
+            "layout": str(self.layout),
+            "gpus": self.layout.gpus,
+            "shard": self.layout.shard,
+            "replicas": self.layout.replicas,
+            "units": list(self.units),
+            "plain": self.plain.to_dict(),
+            "recipe": self.recipe.to_dict(),
+        }
 
 
 def predict_wire(
@@ -221,80 +167,24 @@ def predict_wire(
         sharding: how the model is handed to FSDP2.
 
     Raises:
-        NarrowgateError: a unit that the model lacks, a pattern that matches none of its modules, a scalar parameter, or
-            GPUs that ``topology`` does not hold.
+        NarrowgateError: a pattern that matches none of the model's modules, a scalar parameter, or GPUs that
+            ``topology`` does not hold.
         RecipeError: the recipe's ``shards`` are not built, or its backend cannot express them.
         NotBuiltError: a weight that could not be gathered as the plan says.
     """
     sharding = sharding or Sharding()
-    units = _units(model, plan, sharding)
+    units = units_of(model, plan, sharding)
     totals = plan.totals()
     return Wire(
         layout,
         _payload(units, layout, topology, sharding, coded=False, compute_us=totals and totals.bf16_us),
         _payload(units, layout, topology, sharding, coded=True, compute_us=totals and totals.us),
+        tuple(unit.name for unit in units),
     )
 
 
-def _units(model: nn.Module, plan: Plan, sharding: Sharding) -> list[_Unit]:
-    """The units with parameters, the root last."""
-    model = unwrap(model)
-    refused = [*not_built_in_parts(plan.recipe, plan.backend), *inexpressible_in_plan(plan)]
-    if refused := [finding for finding in refused if finding.field.startswith("shards")]:
-        raise RecipeError(refused)
-    targets, _ = find_targets(model)
-    check_shards(model, targets, plan)
-    gathered = {layer.name for layer in plan.gathered}
-    coded = {id(target.module._parameters.get("weight")) for target in targets if target.name in gathered}
-    modules = {name: module for name, module, _ in named_modules(model)}
-    units = list(default_units(model) if sharding.units is None else sharding.units)
-    for name in units:
-        if name not in modules:
-            raise NarrowgateError(f"units: found '{name}', which the model lacks{did_you_mean(name, modules)}")
-    ignored = _matched(modules, sharding.ignored)
-    owners: dict[int, str] = {}
-    parameters: dict[int, tuple[str, nn.Parameter]] = {}
-    left = {id(p) for name in ignored for p in modules[name].parameters()}
-    for name, module in modules.items():
-        # The innermost unit, for fully_shard is called on it first.
-        owner = max((unit for unit in units if _within(name, unit)), key=len, default="")
-        for entry, parameter in module._parameters.items():
-            if parameter is not None and id(parameter) not in left:
-                owners[id(parameter)] = owners.get(id(parameter)) or owner
-                parameters.setdefault(id(parameter), (f"{name}.{entry}" if name else entry, parameter))
-    found: dict[str, list[_Parameter]] = {}
-    for key, (name, parameter) in parameters.items():
-        spec = plan.gather if key in coded else None
-        found.setdefault(owners[key], []).append(_parameter(name, parameter, spec))
-    return [_Unit(name, tuple(found[name])) for name in dict.fromkeys([*units, ""]) if name in found]
-
-
-def _within(name: str, unit: str) -> bool:
-    return not unit or name == unit or name.startswith(f"{unit}.")
-
-
-def _matched(modules: Iterable[str], patterns: Sequence[str]) -> list[str]:
-    names = list(modules)
-    prepared, matched = Names(names), []
-    for pattern in patterns:
-        hits = [name for name, hit in zip(names, parse_pattern(pattern).among(prepared), strict=True) if hit]
-        if not hits:
-            raise NarrowgateError(f"ignored: found '{pattern}', expected a pattern that matches a module of the model")
-        matched += hits
-    return matched
-
-
-def _parameter(name: str, parameter: nn.Parameter, spec: Spec | None) -> _Parameter:
-    if not parameter.dim():
-        raise NarrowgateError(f"'{name}': found a scalar parameter, which fully_shard refuses; expected a dimension")
-    dtype = _NAMES.get(parameter.dtype)
-    if dtype is None:
-        raise NarrowgateError(f"'{name}': found a parameter of {parameter.dtype}, expected one of {', '.join(_SIZES)}")
-    return _Parameter(parameter.shape[0], prod(parameter.shape[1:]), dtype, parameter.requires_grad, spec)
-
-
 def _payload(
-    units: Sequence[_Unit],
+    units: Sequence[Unit],
     layout: Layout,
     topology: Topology,
     sharding: Sharding,
@@ -310,11 +200,11 @@ def _payload(
     for unit in units:
         gathers = (FORWARD, BACKWARD) if unit.name and sharding.reshard else (FORWARD,)
         given: Counter[str] = Counter()
-        padding = 0
+        padding = 0.0
         for parameter in unit.parameters:
             payload, waste, amax = _gathered(parameter, ranks, parameter.spec if coded else None, sharding.param_dtype)
             given.update(payload)
-            padding += waste
+            padding += waste / ranks
             amaxes += [amax] * (1 if sharding.joint_amaxes else len(gathers)) if amax else []
         for what in gathers if ranks > 1 else ():
             us = topology.all_gather_us(group, ranks * given.total())
@@ -327,14 +217,14 @@ def _payload(
 
 
 def _gathered(
-    parameter: _Parameter, ranks: int, spec: Spec | None, param_dtype: str | None
+    parameter: Parameter, ranks: int, spec: Spec | None, param_dtype: str | None
 ) -> tuple[dict[str, int], int, int]:
     """(bytes a rank gives by what they are, bytes that only pad on all ranks, bytes of an all-reduce of amaxes)."""
     rows = -(-parameter.rows // ranks)
     idle = rows * ranks - parameter.rows
     if spec is None:
         dtype = param_dtype or parameter.dtype
-        size = parameter.width * _SIZES[dtype]
+        size = parameter.width * SIZES[dtype]
         return {dtype: rows * size}, idle * size, 0
     codes = parameter.width  # a byte an element
     if ranks == 1:  # nothing is gathered, and every scale lies on one rank
@@ -351,7 +241,7 @@ def _gathered(
 
 
 def _reduce(
-    tally: _Tally, unit: _Unit, layout: Layout, topology: Topology, groups: tuple[Group, Group], sharding: Sharding
+    tally: _Tally, unit: Unit, layout: Layout, topology: Topology, groups: tuple[Group, Group], sharding: Sharding
 ) -> None:
     """Add the gradients of a unit: to its shards, then between replicas."""
     ranks, (group, replicas) = layout.shard, groups
@@ -361,19 +251,19 @@ def _reduce(
         if parameter.trains:
             dtype = sharding.reduce_dtype or sharding.param_dtype or parameter.dtype
             rows = -(-parameter.rows // ranks) * ranks
-            given[dtype] += rows * parameter.width * _SIZES[dtype]
-            padding += (rows - parameter.rows) * parameter.width * _SIZES[dtype]
+            given[dtype] += rows * parameter.width * SIZES[dtype]
+            padding += (rows - parameter.rows) * parameter.width * SIZES[dtype]
     size = given.total()
     if not size:
         return
     if ranks > 1:
         us = topology.reduce_scatter_us(group, size)
-        tally.add(GRADIENTS, "reduce_scatter", given, padding * ranks, (ranks - 1) / ranks * size, us)
+        tally.add(GRADIENTS, "reduce_scatter", given, padding, (ranks - 1) / ranks * size, us)
     if layout.replicas > 1:
         part = {dtype: count // ranks for dtype, count in given.items()}
         us = topology.all_reduce_us(replicas, size / ranks)
         sent = 2 * (layout.replicas - 1) / layout.replicas * size / ranks
-        tally.add(REPLICAS, "all_reduce", part, 0, sent, us)
+        tally.add(REPLICAS, "all_reduce", part, padding / ranks, sent, us)
 
 
 class _Tally:
@@ -382,7 +272,7 @@ class _Tally:
     def __init__(self) -> None:
         self.sums: dict[str, Traffic] = {}
 
-    def add(self, what: str, collective: str, given: Mapping[str, int], padding: int, sent: float, us: float) -> None:
+    def add(self, what: str, collective: str, given: Mapping[str, int], padding: float, sent: float, us: float) -> None:
         """Add one call."""
         before = self.sums.get(what)
         if before is None:

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from narrowgate.recipes import Recipe, resolve
 from narrowgate.recipes.topology import example_topology
-from narrowgate.recipes.wire_plan import Layout, Sharding, Wire, predict_wire
+from narrowgate.recipes.wire_plan import Layout, Wire, predict_wire
+from narrowgate.recipes.wire_units import Sharding
 from torch import nn
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
@@ -24,7 +25,7 @@ def planned(training: Any, case: str, layout: Layout) -> Wire:
 
 
 def counts(wire: Wire) -> tuple[dict[str, int], dict[str, int]]:
-    calls = dict.fromkeys(COLLECTIVES, 0)
+    calls: dict[str, int] = dict.fromkeys(COLLECTIVES, 0)
     for entry in wire.recipe.traffic:
         calls[entry.collective] += entry.calls
     return {name: wire.recipe.given(name) for name in COLLECTIVES}, calls

@@ -56,6 +56,84 @@ def test_contradicting_options_are_one_line(capsys: Any, arguments: tuple[str, .
     assert message in capsys.readouterr().err
 
 
+GATHERED = """\
+recipe: gathered
+rules:
+- {layers: "layers.**", where: in_features >= 32 and out_features >= 32, all: fp8_e4m3}
+shards: {all_gather: fp8_e4m3}
+"""
+
+
+@pytest.fixture
+def gathered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Path("gathered.yaml").write_text(GATHERED)
+    Path("links.yaml").write_text("topology: mine\nmeasured: true\ndomain: {gpus: 4, gb_per_s: 300, latency_us: 3}\n")
+    return tmp_path
+
+
+def test_a_plan_of_the_wire_says_what_travels_and_by_which_links(gathered: Path, capsys: Any) -> None:
+    assert run("plan", "gathered.yaml", "--shards", "--device", "h200", "--rows", "512") == 0
+    text = capsys.readouterr().out
+    assert "units layers.0, heads.0, heads.1, the root (4)" in text
+    assert "links of 'example-h200-roce' (example figures, not measured)" in text
+    rows = [line.split("  ")[0] for line in text.splitlines() if line.startswith(("fsdp", "hsdp"))]
+    assert list(dict.fromkeys(rows)) == ["fsdp 8", "fsdp 64", "hsdp 8 x 8", "fsdp 4096", "hsdp 512 x 8"]
+    assert "Bounds, no measurement: compute is the predicted time of the linear layers alone" in text
+    assert all(line == line.rstrip() for line in text.splitlines())
+
+
+def test_it_reads_links_and_answers_json(gathered: Path, capsys: Any) -> None:
+    links = ("--shards", "links.yaml", "--gpus", "4", "--gpus", "2", "--shard-group", "2", "--json")
+    assert run("plan", "gathered.yaml", *links, "--unit", "layers.*", "--ignore", "sparse.**", "--joint-amaxes") == 0
+    found = json.loads(capsys.readouterr().out)
+    wire = found["wire"]
+    assert found["gathered"]
+    assert (wire["topology"]["topology"], wire["topology"]["measured"]) == ("mine", True)
+    assert [entry["layout"] for entry in wire["layouts"]] == ["fsdp 4", "hsdp 2 x 2", "fsdp 2"]
+    for entry in wire["layouts"]:
+        assert entry["units"] == ["layers.0", ""]
+        kinds = {traffic["what"]: traffic for traffic in entry["recipe"]["traffic"]}
+        assert kinds["all-reduce of amaxes"]["calls"] == 1
+        assert kinds["all-reduce of amaxes"]["given_bytes"] == 4 * len(found["gathered"])
+        assert set(kinds["all-gather, backward"]["given"]) == {"bf16", "fp8_e4m3"}
+        assert entry["recipe"]["sent_bytes"] < entry["plain"]["sent_bytes"]
+        assert entry["recipe"]["compute_us"] is entry["recipe"]["hidden_us"] is None
+
+
+def test_without_shards_the_recipe_s_wire_is_the_plain_one(gathered: Path, capsys: Any) -> None:
+    assert run("plan", "gem-fp8", "--shards", "links.yaml", "--gpus", "4", "--keep-gathered") == 0
+    text = capsys.readouterr().out
+    assert "gathers no layer in low precision (shards.all_gather: bf16)" in text
+    assert "all-gather, backward" not in text
+    assert "No bounds of a step: no compute to hide it behind: no measured rates for cpu" in text
+    assert {line.split()[-3] for line in text.splitlines() if line.startswith("fsdp 4  all")} == {"1.00"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--gpus", "8"), "found --gpus without --shards, expected both or neither"),
+        (("links.yaml",), "found LINKS 'links.yaml' without --shards, expected both or neither"),
+        (("--shards", "absent.yaml"), "absent.yaml: No such file or directory; expected a file of links between GPUs"),
+        (("--shards", "gathered.yaml"), "gathered.yaml:1:1: recipe: unknown field"),
+        (("--shards", "--gpus", "12"), "found 12 GPUs in shard groups of 8, expected a size that divides them"),
+        (("--shards", "links.yaml"), "found a group of 8 GPUs and no zone, expected one beyond domain.gpus, 4"),
+        (("--shards", "--gpus", "8", "--shard-group", "3"), "found 8 GPUs in shard groups of 3, expected a size that"),
+        (("--shards", "--unit", "layer.*"), "units: found 'layer.*', which matches no module of the model"),
+        (("--shards", "--param-dtype", "fp8"), "param_dtype: found 'fp8', expected fp32, bf16, fp16"),
+    ],
+)
+def test_what_the_wire_cannot_be_planned_for_is_one_line(
+    gathered: Path, capsys: Any, arguments: tuple[str, ...], message: str
+) -> None:
+    assert run("plan", "gathered.yaml", *arguments) == 2
+    told = capsys.readouterr()
+    assert message in told.err
+    assert told.out == ""
+    assert "Traceback" not in told.err
+
+
 @pytest.mark.parametrize("name", ["recipe", "policy", "gates", "report", "rates"])
 def test_schemas_are_printed(capsys: Any, name: str) -> None:
     jsonschema = pytest.importorskip("jsonschema")
