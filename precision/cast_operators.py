@@ -213,14 +213,15 @@ for _name, _on_gpu, _on_cpu, _fake in (
 
 
 @lru_cache(maxsize=4096)
-def _known_operand(expression: str, given_bits: bool, clipped: bool) -> Any:
+def known_operand(expression: str, given_bits: bool, clipped: bool) -> Any:
+    """What :func:`narrowgate.precision.kernels.launch.launch_cast` takes for a format expression."""
     from .kernels.launch import Operand
 
     return Operand(Spec.parse(expression), given_bits, clipped)
 
 
 def _operand(expression: str, bits: Tensor | None, limit: Tensor | None) -> Any:
-    return _known_operand(expression, bits is not None, limit is not None) if expression else None
+    return known_operand(expression, bits is not None, limit is not None) if expression else None
 
 
 def matrix(leaves: Sequence[Tensor], program: Program) -> tuple[int, int]:

@@ -88,7 +88,7 @@ def _launch(
     x: Tensor, rows: Request | None, columns: Request | None, *, same: bool = False
 ) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
     x = x.detach()
-    limits = [_limit(x, request) for request in (rows, columns)]
+    limits = [None if request is None else limit_of(x, request.spec) for request in (rows, columns)]
     leader = rows if rows is not None else columns
     assert leader is not None
     if leader.spec.delayed is not None and leader.history is not None:
@@ -110,19 +110,20 @@ def _launch(
     shape = tuple(x.shape)
     first = second = None
     if rows is not None:
-        first = QuantizedTensor(codes, _as_stored(scales[0], rows.spec, 1), None, rows.spec, 1, shape)
+        first = QuantizedTensor(codes, as_stored(scales[0], rows.spec, 1), None, rows.spec, 1, shape)
     if columns is not None:
-        second = QuantizedTensor(turned.t(), _as_stored(scales[1], columns.spec, 0), None, columns.spec, 0, shape)
+        second = QuantizedTensor(turned.t(), as_stored(scales[1], columns.spec, 0), None, columns.spec, 0, shape)
     return first, second
 
 
-def _limit(x: Tensor, request: Request | None) -> Tensor | None:
-    if request is None or (request.spec.clip_p is None and request.spec.clip_rms is None):
+def limit_of(x: Tensor, spec: Spec) -> Tensor | None:
+    """The magnitude at which the kernels clip ``x``, FP32 []; None where ``spec`` does not clip."""
+    if spec.clip_p is None and spec.clip_rms is None:
         return None
-    return clip_limit(x.to(torch.float32), request.spec)
+    return clip_limit(x.to(torch.float32), spec)
 
 
-def _as_stored(scale: Tensor, spec: Spec, dim: int) -> Tensor:
+def as_stored(scale: Tensor, spec: Spec, dim: int) -> Tensor:
     """A kernel's scales as :class:`QuantizedTensor` has them, without a copy."""
     if spec.granularity == "row":
         return scale.unsqueeze(dim)

@@ -30,6 +30,8 @@ from .stochastic import call_key, stream_key
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from .weight_codes import WeightCodes
+
 #: Where a lowered module keeps its :class:`LayerState`.
 _STATE = "_narrowgate"
 #: Bits of a draw below the optimizer step: micro-batch and call, as in :func:`narrowgate.precision.call_key`.
@@ -65,6 +67,8 @@ class LayerState:
         self.histories = {key: AmaxHistory(spec.delayed) for key, spec in specs.items() if spec.delayed is not None}
         #: Data-parallel ranks that share this layer's amaxes; see :func:`share_amaxes`.
         self.group: ProcessGroup | None = None
+        #: Codes of the weight that outlive a forward; see :func:`narrowgate.precision.linear.keep_weight_codes`.
+        self.kept: WeightCodes | None = None
         self._frozen: dict[tuple[str, str], AmaxHistory] = {}
         #: Where the layer lies, and which paths run natively there; kept here, as a compiler cannot ask the device.
         self.here: Device = CPU
@@ -140,8 +144,8 @@ class LayerState:
 
     def __getstate__(self) -> dict[str, Any]:
         # What is read without recording shares tensors with the histories; a copy makes its own.
-        # A process group belongs to this process.
-        return {**self.__dict__, "_frozen": {}, "_outstanding": deque(maxlen=64), "group": None}
+        # A process group belongs to this process, and kept codes to an optimizer that steps this very weight.
+        return {**self.__dict__, "_frozen": {}, "_outstanding": deque(maxlen=64), "group": None, "kept": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -164,6 +168,9 @@ class LowPrecisionLayer(nn.Module):
         # A module without Parameters is moved all the same: ask what would have become of a tensor of its.
         moved = parameter if parameter is not None else fn(torch.zeros_like(state.draw))
         state.place(moved.device)
+        weight = self._parameters.get("weight")
+        if state.kept is not None and weight is not None:
+            state.kept = state.kept.following(weight)
         return module
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -244,6 +251,20 @@ def end_step(layers: Iterable[LowPrecisionLayer] | nn.Module) -> None:
         roll(alike, group)
 
 
+def live_layers() -> list[LowPrecisionLayer]:
+    """All lowered layers, in the order in which they were lowered."""
+    return list(_LIVE.values())
+
+
+def forget_weight_codes(parameters: Iterable[Tensor] | None = None) -> None:
+    """Have the next use of each of these weights (by default of all) quantize it anew, where its codes are kept."""
+    written = None if parameters is None else {id(parameter) for parameter in parameters}
+    for layer in _LIVE.values():
+        kept, weight = layer_state(layer).kept, layer._parameters.get("weight")
+        if kept is not None and weight is not None and (written is None or id(weight) in written):
+            kept.forget(weight)
+
+
 def share_amaxes(model: nn.Module, group: ProcessGroup | None = None) -> None:
     """Join the amaxes of delayed scales over data-parallel ranks, so that all of them scale alike.
 
@@ -268,7 +289,9 @@ def share_amaxes(model: nn.Module, group: ProcessGroup | None = None) -> None:
 def _after_optimizer_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if not _LIVE:
         return
-    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    forget_weight_codes(parameters)
+    stepped = set(map(id, parameters))
     layers = [layer for layer in _LIVE.values() if layer_state(layer).stochastic or layer_state(layer).histories]
     ended: list[LowPrecisionLayer] = []
     for layer in layers:

@@ -21,21 +21,25 @@ stay what they were.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from . import observer
 from .config import LinearConfig
 from .errors import NarrowgateError
 from .gathered import CodedWeight
 from .gemm import dense_gemm, scaled_gemm
-from .layer import LayerState, LowPrecisionLayer, layer_state, original_type, restore_layer, swap
+from .layer import LayerState, LowPrecisionLayer, layer_state, live_layers, original_type, restore_layer, swap
 from .operands import Operand, prepare, prepare_both, restore, save
 from .quantization import QuantizedTensor
+from .weight_codes import WeightCodes, can_keep, weight_product
 
 __all__ = [
     "LowPrecisionLinear",
+    "keep_weight_codes",
     "linear_state",
     "load_linear_state",
     "lower_linear",
@@ -55,10 +59,8 @@ class LowPrecisionLinear(LowPrecisionLayer, nn.Linear):
         Raises:
             NarrowgateError: the last dimension of ``input`` is not ``in_features``.
         """
-        state = layer_state(self)
-        return low_precision_linear(
-            input, self.weight, self.bias, state, training=self.training and torch.is_grad_enabled()
-        )
+        training = self.training and torch.is_grad_enabled()
+        return low_precision_linear(input, self.weight, self.bias, layer_state(self), training=training)
 
 
 def low_precision_linear(
@@ -75,19 +77,31 @@ def low_precision_linear(
             f"{state.name or 'linear'}: expected an input of [..., {columns}], found {list(input.shape)}"
         )
     draw, recording = state.enter(training)
-    return linear_product(input, weight, bias, state, draw, recording)
+    kept = state.kept if training else None
+    if kept is not None and not torch.compiler.is_compiling() and observer.watching():
+        kept = None  # whoever watches wants to see the weight being quantized
+    return linear_product(input, weight, bias, state, draw, recording, kept)
 
 
 def linear_product(
-    input: Tensor, weight: Tensor, bias: Tensor | None, state: LayerState, draw: Tensor, recording: bool
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: LayerState,
+    draw: Tensor,
+    recording: bool,
+    kept: WeightCodes | None = None,
 ) -> Tensor:
-    """:func:`low_precision_linear` within a forward that was begun: its ``draw``, and whether it records amaxes."""
+    """:func:`low_precision_linear` within a forward that was begun: its ``draw``, and whether it records amaxes.
+
+    With ``kept`` the weight's codes are those of its last use, where they are still right.
+    """
     device = input.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
     # Autocast must not touch the GEMMs inside: their dtypes are the recipe's.
     with torch.autocast(device, enabled=False):
         flat = input.reshape(-1, weight.shape[1])
-        out = _LinearFunction.apply(flat, weight, draw if state.stochastic else None, state, dtype, recording)
+        out = _LinearFunction.apply(flat, weight, draw if state.stochastic else None, state, dtype, recording, kept)
         if bias is not None:
             out = out + bias.to(dtype)
     return out.reshape(*input.shape[:-1], weight.shape[0])
@@ -115,6 +129,30 @@ def restore_linear(module: LowPrecisionLinear) -> None:
     restore_layer(module)
 
 
+def keep_weight_codes(parameters: Iterable[Tensor]) -> int:
+    """Quantize weights once for each optimizer step from now on; see :mod:`narrowgate.precision.weight_codes`.
+
+    Memory: the codes stay between forwards, up to two bytes an element of a weight.
+
+    Args:
+        parameters: those that a ``torch.optim.Optimizer`` steps; weights of lowered layers among them keep their codes
+            where :func:`narrowgate.precision.weight_codes.can_keep` holds.
+
+    Returns:
+        The number of layers that keep theirs.
+    """
+    stepped = {id(parameter) for parameter in parameters}
+    count = 0
+    for layer in live_layers():
+        weight = layer._parameters.get("weight")
+        if isinstance(layer, LowPrecisionLinear) and weight is not None and id(weight) in stepped:
+            state = layer_state(layer)
+            if state.kept is None and can_keep(state.config, weight):
+                state.kept = WeightCodes(state.config, weight)
+            count += state.kept is not None
+    return count
+
+
 def linear_state(module: LowPrecisionLayer) -> dict[str, Tensor]:
     """The layer's recipe state for a checkpoint: its number of the next draw and its amax histories."""
     return layer_state(module).state_dict()
@@ -137,20 +175,27 @@ class _LinearFunction(torch.autograd.Function):
         state: LayerState,
         dtype: torch.dtype,
         recording: bool,
+        kept: WeightCodes | None,
     ) -> Tensor:
         config = state.config
         needs_dx, needs_dw = ctx.needs_input_grad[:2]
         # Backward multiplies the wgrad input and the dgrad weight: both made now, in the pass that reads the tensor.
         x_fprop, x_wgrad = prepare_both(x, ("fprop", 0), ("wgrad", 1) if needs_dw else None, state, draw, recording)
         # A dense dgrad weight is the weight itself, which lives anyway; so do codes that came from an all-gather.
-        dense_weight = needs_dx and (config.dgrad.second.high_precision or isinstance(weight, CodedWeight))
+        # Kept codes are looked up under the weight once more.
+        dense_weight = needs_dx and (
+            config.dgrad.second.high_precision or isinstance(weight, CodedWeight) or kept is not None
+        )
+        ctx.state, ctx.x_dtype, ctx.weight_dtype, ctx.recording = state, x.dtype, weight.dtype, recording
+        ctx.dense_weight, ctx.kept = dense_weight, kept
+        assert x_fprop is not None
+        if kept is not None:
+            ctx.layout = save(ctx, [weight if dense_weight else None, x_wgrad, draw])
+            return _multiply_kept(x_fprop, weight, kept, state, "fprop", dtype)
         w_fprop, w_dgrad = prepare_both(
             weight, ("fprop", 1), ("dgrad", 1) if needs_dx and not dense_weight else None, state, draw, recording
         )
-        ctx.state, ctx.x_dtype, ctx.weight_dtype, ctx.recording = state, x.dtype, weight.dtype, recording
-        ctx.dense_weight = dense_weight
         ctx.layout = save(ctx, [weight if dense_weight else w_dgrad, x_wgrad, draw])
-        assert x_fprop is not None
         assert w_fprop is not None
         return _multiply(x_fprop, w_fprop, state, "fprop", dtype)
 
@@ -171,13 +216,23 @@ class _LinearFunction(torch.autograd.Function):
             dy_dgrad, dy_wgrad = prepare_both(
                 dy, ("dgrad", 0) if needs_dx else None, ("wgrad", 0) if needs_dw else None, state, draw, recording
             )
-            if dy_dgrad is not None:
+            if dy_dgrad is not None and ctx.kept is not None and ctx.kept.dgrad:
+                dx = _multiply_kept(dy_dgrad, weight, ctx.kept, state, "dgrad", ctx.x_dtype)
+            elif dy_dgrad is not None:
                 if ctx.dense_weight:
                     weight = prepare(weight, 0, "dgrad", 1, state, draw, recording)
                 dx = _multiply(dy_dgrad, weight, state, "dgrad", ctx.x_dtype)
             if dy_wgrad is not None:
                 dw = _multiply(dy_wgrad, x_wgrad, state, "wgrad", ctx.weight_dtype)
-        return dx, dw, None, None, None, None
+        return dx, dw, None, None, None, None, None
+
+
+def _multiply_kept(
+    first: Operand, weight: Tensor, kept: WeightCodes, state: LayerState, path: str, dtype: torch.dtype
+) -> Tensor:
+    assert isinstance(first, QuantizedTensor)
+    gemm = getattr(state.config, path)
+    return weight_product(first, weight, kept, path, gemm, native=state.native[path], out_dtype=dtype)
 
 
 def _multiply(first: Operand, second: Operand, state: LayerState, path: str, dtype: torch.dtype) -> Tensor:

@@ -193,15 +193,12 @@ class _Cast:
         keys: Sequence[Tensor | None],
         bits: Sequence[Tensor | None],
         state: Sequence[Tensor] | None = None,
+        into: Sequence[Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Launch; return codes and scales of both operands (empty tensors for what there is not)."""
         like = leaves[0]
         device = like.device
-        nothing = None
-        if self.codes is None or self.turned is None or self.same:
-            nothing = torch.empty(0, dtype=torch.float8_e4m3fn, device=device)
-        codes, scale = _allocate(device, self.codes, nothing)
-        turned, second_scale = _allocate(device, self.turned, nothing, scaled=not self.same)
+        codes, scale, turned, second_scale = self._results(device) if into is None else into
         if self.empty:
             # Nothing to find a maximum of: the scales of empty groups are 1.
             return codes, scale.fill_(1.0), turned, second_scale.fill_(1.0)
@@ -223,6 +220,12 @@ class _Cast:
         if not (like.is_cuda and self._again(flat, tensors, limits, keys, bits, state)):
             self._first(flat, tensors, limits, keys, bits, state)
         return codes, scale, turned, second_scale
+
+    def _results(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        nothing = None
+        if self.codes is None or self.turned is None or self.same:
+            nothing = torch.empty(0, dtype=torch.float8_e4m3fn, device=device)
+        return *_allocate(device, self.codes, nothing), *_allocate(device, self.turned, nothing, scaled=not self.same)
 
     def _again(self, flat: Any, tensors: Any, limits: Any, keys: Any, bits: Any, state: Any) -> bool:
         """Launch what is compiled already; False where it is not, or relies on aligned addresses that are not."""
@@ -298,6 +301,7 @@ def launch_cast(
     bits: Sequence[Tensor | None],
     state: Sequence[Tensor] | None = None,
     recording: bool = False,
+    into: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Cast as the operators of :mod:`narrowgate.precision.casting` say.
 
@@ -312,6 +316,7 @@ def launch_cast(
         bits: their random bits, int16 [M, N].
         state: with ``delayed(n)``: history, pending, saturated and workspace of an amax history.
         recording: whether the amax enters the history.
+        into: takes the results, as they would be returned.
     """
     layouts = tuple((leaf.shape, leaf.stride(), leaf.dtype, leaf.device) for leaf in leaves)
     length = None if state is None else state[0].numel()
@@ -321,7 +326,7 @@ def launch_cast(
         if len(_casts) >= CACHED:
             _casts.clear()
         found = _casts[key] = _Cast(Program.parse(program), leaves, rows, columns, same, length, recording)
-    return found.run(leaves, limits, keys, bits, state)
+    return found.run(leaves, limits, keys, bits, state, into)
 
 
 def _scale_launch(operand: Operand | None, size: int, parts: int) -> tuple[Launch, int, int]:
