@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .matmul import MatMul
     from .metrics import TensorMetrics, mean_relative_error, measure, sqnr_db
     from .quantization import QuantizedTensor, quantize
+    from .reduction import install_reduction, reduction_errors
     from .sharding import reduce_amaxes
     from .spec import Spec, as_spec
     from .stochastic import Shard, call_key, stream_key
@@ -41,6 +42,7 @@ _HOMES = {
     "Shard": "stochastic", "call_key": "stochastic", "stream_key": "stochastic",
     "Spec": "spec", "as_spec": "spec",
     "WireCount": "wire", "reduce_amaxes": "sharding",
+    "install_reduction": "reduction", "reduction_errors": "reduction",
 }  # fmt: skip
 
 __all__ = [
@@ -72,12 +74,14 @@ __all__ = [
     "end_step",
     "gemm_support",
     "get_format",
+    "install_reduction",
     "lower_linear",
     "mean_relative_error",
     "measure",
     "named_device",
     "quantize",
     "reduce_amaxes",
+    "reduction_errors",
     "restore_linear",
     "roll",
     "share_amaxes",

@@ -10,6 +10,9 @@ from .attention import lower_attention
 from .config import LinearConfig
 from .layer import LowPrecisionLayer, restore_layer
 
+#: Parts that wrappers put into module names, each an attribute that no model calls its own.
+WRAPPER_PARTS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+
 
 def prepare_model(model: nn.Module) -> None:
     """See to what lowered layers of ``model`` cannot from inside.

@@ -24,7 +24,7 @@ from .recipe import BACKENDS, Recipe
 from .resolution import resolve
 from .rows import measure_rows
 from .runnable import inexpressible_in_plan, not_built_in_parts
-from .shards import check_shards, gather_low
+from .shards import check_shards, gather_low, own_reduction, reduce_low
 from .targets import find_targets, named_modules, unwrap
 
 #: Where a module that a recipe was applied to keeps its :class:`Applied`; a plain attribute, never in ``state_dict()``.
@@ -58,7 +58,7 @@ def apply_recipe(
     Layers that the recipe leaves in BF16 are not touched. The others keep their Parameters, names, hooks and
     ``isinstance(m, nn.Linear)``; an optimizer built before stays valid. With a low-precision ``shards.all_gather``,
     weights become other Parameters of the same name and values: call it before ``fully_shard`` and build the optimizer
-    after both.
+    after both. With ``shards.reduce_scatter``, the first forward after ``fully_shard`` takes FSDP2's reductions over.
 
     Args:
         model: any module; its ``nn.Linear`` layers are the targets.
@@ -117,8 +117,10 @@ def apply_recipe(
         runs_on.attach(unwrap(model), [layer.config for layer in plan.lowered])
         gather_low(targets, plan)
     except BaseException:  # never leave half a model behind
+        reduce_low(unwrap(model), plan, seed)
         release_weights(done)
         for module in done:
+        own_reduction(unwrap(model))
             runs_on.restore(module)
         raise
     mark(model, loaded, seed, plan.backend)
@@ -142,6 +144,7 @@ def remove_recipe(model: nn.Module) -> None:
         applied = module.__dict__.pop(_MARK, None)
         if applied is not None:
             get_backend(applied.backend).detach(module)
+            own_reduction(module)
 
 
 def applied_recipes(model: nn.Module) -> dict[str, Applied]:

@@ -205,6 +205,11 @@ class Plan:
         return tuple(
             layer
             for layer in self.layers
+    @property
+    def reduce(self) -> Spec | None:
+        """How the gradients of a sharded model travel to be summed in FP32; None leaves that to FSDP2."""
+        return (self.recipe.shards or Shards()).reduce_scatter
+
             if layer.kind != "product"
             and not layer.config.fprop.high_precision
             and not layer.config.dgrad.high_precision
@@ -317,6 +322,7 @@ class Plan:
         """Return the plan as plain aligned text, the same everywhere."""
         from .render import plan_text
 
+            "reduce": str(self.reduce) if self.reduce is not None else None,
         return plan_text(self)
 
     def render(self) -> RenderableType:

@@ -183,7 +183,8 @@ class Shards:
     """What travels between the ranks of FSDP2."""
 
     all_gather: Spec = _BF16
-    reduce_scatter: Spec = _BF16
+    #: How gradients travel to be summed in FP32; None leaves their reduction to FSDP2.
+    reduce_scatter: Spec | None = None
     #: Allow gathered codes that are not the weight operand, at the price of a second quantization.
     requantize: bool = False
 
@@ -193,7 +194,7 @@ class Shards:
             self,
             *,
             all_gather: Spec | str = ...,
-            reduce_scatter: Spec | str = ...,
+            reduce_scatter: Spec | str | None = ...,
             requantize: bool = False,
         ) -> None: ...
 

@@ -126,6 +126,8 @@ def _notes(plan: Plan) -> list[str]:
         notes.append(f"padded to multiples of 16: {len(padded)} layer{'s' if len(padded) > 1 else ''}, first {first}")
     if not plan.gather.high_precision:
         notes.append(f"FSDP2 gathers {plan.gather} for {len(plan.gathered)} of {_layers(len(plan.layers))}")
+    if plan.reduce is not None:
+        notes.append(f"FSDP2 reduces gradients as {plan.reduce}, summed in FP32")
     notes += [str(finding) for finding in inexpressible_in_plan(plan)]
     if plan.trace is not None:
         notes.append(f"rules reach {plan.trace.reachable_share:.1%} of the FLOPs of a traced step")

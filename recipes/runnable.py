@@ -57,8 +57,8 @@ def _foreign_parts(recipe: Recipe, backend: str) -> Iterator[Diagnostic]:
         return
     if recipe.shards is not None:
         for name in ("all_gather", "reduce_scatter"):
-            spec: Spec = getattr(recipe.shards, name)
-            if spec.format != "bf16":
+            spec: Spec | None = getattr(recipe.shards, name)
+            if spec is not None and spec.format != "bf16":
                 yield _at_part(recipe, "shards", name, f"{backend} cannot express {spec}: shards travel as bf16 there")
     if recipe.activations is not None and recipe.activations.save != "operand":
         message = f"{backend} cannot express {recipe.activations.save}: what it saves for backward is its own choice"
@@ -77,8 +77,8 @@ def _parts(recipe: Recipe, backend: str | None) -> Iterator[Diagnostic]:
         built = _built_gather(gather)
         if built is not None:
             yield _at_part(recipe, "shards", "all_gather", f"{gather} is not built yet, only {built}")
-        if reduce.format != "bf16":
-            yield _at_part(recipe, "shards", "reduce_scatter", f"{reduce} is not built yet, only bf16")
+        if reduce is not None and (reducible := _built_reduce(reduce)) is not None:
+            yield _at_part(recipe, "shards", "reduce_scatter", f"{reduce} is not built yet, only {reducible}")
     if flat.activations is not None and flat.activations.save != "operand":
         yield _at_part(recipe, "activations", "save", f"{flat.activations.save} is not built yet, only operand")
     if flat.optimizer is not None and flat.optimizer.state.format != "fp32":
@@ -91,13 +91,27 @@ def _built_gather(spec: Spec) -> str | None:
         return None
     if spec.fmt.element.bits != 8 or spec.fmt.block_scaled:
         return "bf16 and FP8 with FP32 scales"
-    modified = spec.sr or spec.delayed is not None or spec.hadamard is not None
-    if modified or spec.clip_p is not None or spec.clip_rms is not None:
+    if spec.sr or _modified(spec):
         return "FP8 rounded to nearest, with dynamic scales of unclipped values"
     return None
 
 
 def _at_part(recipe: Recipe, part: str, key: str, message: str) -> Diagnostic:
+def _built_reduce(spec: Spec) -> str | None:
+    """What is built instead of reducing as ``spec``; None where that is."""
+    if spec.format == "bf16":
+        return None
+    if spec.fmt.element.bits != 8 or spec.fmt.block_scaled:
+        return "bf16 and FP8 with FP32 scales (FSDP2's MixedPrecisionPolicy has other dtypes)"
+    return "FP8 with dynamic scales of unclipped values" if _modified(spec) else None
+
+
+def _modified(spec: Spec) -> bool:
+    """Whether values are changed before they are scaled, or scaled by what they were."""
+    clipped = spec.clip_p is not None or spec.clip_rms is not None
+    return clipped or spec.delayed is not None or spec.hadamard is not None
+
+
     """Point into the recipe of the ``extends`` chain that sets ``part``."""
     owner = recipe
     while getattr(owner, part) is None and owner.base is not None:

@@ -1,4 +1,4 @@
-"""A recipe's ``shards`` on a model: which weights FSDP2 gathers in low precision, and what stands in the way."""
+"""A recipe's ``shards`` on a model: what FSDP2 gathers and reduces in low precision, and what stands in the way."""
 
 from __future__ import annotations
 
@@ -59,6 +59,21 @@ def gather_low(targets: Sequence[Target], plan: Plan) -> list[nn.Module]:
     for name, modules in by_weight.values():
         shard_weight(modules, plan.gather, name=name)
     return [module for _, modules in by_weight.values() for module in modules]
+
+
+def reduce_low(model: nn.Module, plan: Plan, seed: int) -> None:
+    """Make FSDP2 reduce the gradients of ``model`` as the plan says, once it shards it."""
+    if plan.reduce is not None:
+        from ..precision.reduction import attach_reduction
+
+        attach_reduction(model, plan.reduce, seed)
+
+
+def own_reduction(model: nn.Module) -> None:
+    """Undo :func:`reduce_low`."""
+    from ..precision.reduction import detach_reduction
+
+    detach_reduction(model)
 
 
 def _gathered(targets: Sequence[Target], plan: Plan) -> Iterator[tuple[Target, LayerPlan]]:

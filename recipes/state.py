@@ -9,6 +9,7 @@ from torch import nn
 
 from ..precision.errors import NarrowgateError, did_you_mean
 from ..precision.layer import LowPrecisionLayer, layer_state
+from ..precision.reduction import GradientReduction, reduction_of
 from .apply import applied_recipes
 from .errors import found
 from .targets import named_modules
@@ -20,7 +21,8 @@ def recipe_state(model: nn.Module) -> dict[str, Any]:
     """Return the state of the recipes on ``model``: tensors and plain values only.
 
     Keys: ``version``; ``recipes``, the hash of each applied recipe by the name of its module; ``layers``, the
-    tensors of each low-precision layer by its name.
+    tensors of each low-precision layer by its name; ``reductions``, by the name of each recipe's module whose gradients
+    are reduced in low precision.
 
     Raises:
         NarrowgateError: no recipe is applied.
@@ -32,6 +34,7 @@ def recipe_state(model: nn.Module) -> dict[str, Any]:
         "version": _VERSION,
         "recipes": {name: recipe.hash for name, recipe in applied.items()},
         "layers": {name: layer_state(module).state_dict() for name, module in _layers(model).items()},
+        "reductions": {name: reduction.state_dict() for name, reduction in _reductions(model).items()},
     }
 
 
@@ -61,6 +64,10 @@ def load_recipe_state(model: nn.Module, state: dict[str, Any]) -> None:
         warnings.warn(text, stacklevel=2)
     for name, module in layers.items():
         layer_state(module).load_state_dict(saved[name])
+    reductions = state.get("reductions", {})
+    for name, reduction in _reductions(model).items():
+        if name in reductions:  # another recipe's state may have none, which the hashes told
+            reduction.load_state_dict(reductions[name])
 
 
 class RecipeState:
@@ -81,6 +88,11 @@ class RecipeState:
 
 def _layers(model: nn.Module) -> dict[str, LowPrecisionLayer]:
     return {name: module for name, module, _ in named_modules(model) if isinstance(module, LowPrecisionLayer)}
+
+
+def _reductions(model: nn.Module) -> dict[str, GradientReduction]:
+    found = ((name, reduction_of(module)) for name, module, _ in named_modules(model))
+    return {name: reduction for name, reduction in found if reduction is not None}
 
 
 def _hashes(recipes: dict[str, str]) -> str:

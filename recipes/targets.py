@@ -18,9 +18,8 @@ from ..precision.attention import attention_obstacle
 from ..precision.backends import backend_of, original_type
 from ..precision.grouped import GroupedLinear
 from ..precision.matmul import MatMul
+from ..precision.surroundings import WRAPPER_PARTS
 
-#: Parts that wrappers put into module names, each an attribute that no model calls its own.
-_WRAPPER_PARTS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 #: Wrappers whose child is called ``module``: a name that models use too, so the wrapper's type decides.
 _MODULE_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
@@ -114,7 +113,7 @@ def find_targets(model: nn.Module) -> tuple[list[Target], list[Unreachable]]:
 
 
 def _is_wrapper(parent: nn.Module, part: str) -> bool:
-    return part in _WRAPPER_PARTS or (part == "module" and isinstance(parent, _MODULE_WRAPPERS))
+    return part in WRAPPER_PARTS or (part == "module" and isinstance(parent, _MODULE_WRAPPERS))
 
 
 def _out_of_reach(module: nn.Module, parent: nn.Module | None) -> str | None:

@@ -62,7 +62,7 @@ def recipe_hash(recipe: Recipe) -> str:
         "version": _CANONICAL_VERSION,
         "defaults": str(flat.defaults or Spec(format="bf16")),
         "rules": [_canonical_rule(rule) for rule in flat.rules],
-        "shards": _shards_dict(flat.shards or Shards()),
+        "shards": _canonical_shards(flat.shards or Shards()),
         "activations": str((flat.activations or Activations()).save),
         "optimizer": str((flat.optimizer or OptimizerState()).state),
     }
@@ -106,5 +106,15 @@ def _path_value(path: Path, operands: tuple[str, str]) -> str | dict[str, str]:
 
 
 def _shards_dict(shards: Shards) -> dict[str, Any]:
-    data: dict[str, Any] = {"all_gather": str(shards.all_gather), "reduce_scatter": str(shards.reduce_scatter)}
+    data: dict[str, Any] = {"all_gather": str(shards.all_gather)}
+    if shards.reduce_scatter is not None:
+        data["reduce_scatter"] = str(shards.reduce_scatter)
     return {**data, "requantize": True} if shards.requantize else data
+
+
+def _canonical_shards(shards: Shards) -> dict[str, Any]:
+    # "bf16" stands for FSDP2's own reduction, as it did before gradients could travel in a format of the recipe's: so
+    # the hash of a recipe that leaves them alone is what it was.
+    reduce = shards.reduce_scatter
+    own = "bf16" if reduce is None else f"{reduce} summed in fp32"
+    return {**_shards_dict(shards), "reduce_scatter": own}

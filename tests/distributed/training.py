@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from narrowgate.precision.reduction import reduction_errors
 from narrowgate.precision.sharding import reduce_amaxes
 from narrowgate.precision.wire import WireCount
-from narrowgate.recipes import Recipe, apply_recipe
+from narrowgate.recipes import Recipe, apply_recipe, recipe_state
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -35,6 +36,18 @@ CASES: dict[str, tuple[str, str, dict[str, Any], tuple[int, int, int]]] = {
     "block_split": ("fp8_e4m3/128x128", "fp8_e4m3/128x128", {}, (130, 300, 257)),
     "smaller_than_the_mesh": ("fp8_e4m3/128x128", "fp8_e4m3/128x128", {}, (16, 1, 3)),
     "bf16": ("fp8_e4m3", "bf16", {}, (64, 96, 32)),
+}
+#: By case of a low-precision reduction: its format, the layers' widths, the policy's reduce_dtype, a factor in place of
+#: the mean, and what each of a step's two micro-batches does (``once``: there is one).
+REDUCED: dict[str, tuple[str, tuple[int, int, int], torch.dtype | None, float | None, str]] = {
+    "reduce_tensor": ("fp8_e5m2", (40, 57, 3), None, None, "once"),
+    "reduce_row": ("fp8_e4m3/row+sr", (40, 57, 3), None, None, "once"),
+    "reduce_row_blocks": ("fp8_e5m2/1x128+sr", (200, 33, 16), None, None, "accumulate"),
+    "reduce_block": ("fp8_e4m3/128x128+sr", (130, 300, 9), None, None, "once"),
+    "reduce_bf16": ("bf16", (40, 57, 3), None, 3.0, "once"),
+    "reduce_bf16_sr": ("bf16+sr", (40, 57, 3), None, None, "each"),
+    "reduce_into_bf16": ("fp8_e5m2/row", (40, 57, 3), torch.bfloat16, None, "once"),
+    "reduce_into_fp16": ("fp8_e4m3/1x16+sr", (40, 57, 3), torch.float16, None, "once"),
 }
 STEPS, ROWS = 3, 32
 
@@ -107,6 +120,75 @@ def sharded(case: str, mesh: Any) -> Any:
     for layer in (model[0], model[2]):
         fully_shard(layer, mesh=mesh)
     return fully_shard(model, mesh=mesh)
+
+
+def build_reduced(case: str) -> nn.Sequential:
+    """A model whose gradients are reduced as the case says once it is sharded."""
+    spec, (width, hidden, out), *_ = REDUCED[case]
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, out), nn.Linear(out, 8))
+    rules = [{"layers": "0", "all": "fp8_e4m3/row"}]
+    apply_recipe(model, Recipe.from_dict({"recipe": case, "rules": rules, "shards": {"reduce_scatter": spec}}))
+    return model
+
+
+def loss_of(model: nn.Module, case: str, step: int, worker: int, part: int) -> Tensor:
+    """The loss of one of a worker's micro-batches, which no other worker has."""
+    x, y = batch(REDUCED[case][1][0], 100 * step + 10 * worker + part)
+    return (model(x) - y).square().mean()
+
+
+def train_reduced(case: str, mesh: Any) -> dict[str, Any]:
+    """Gradients of two steps, the state after them, what the first sent, and its errors."""
+    _, _, reduce_dtype, factor, parts = REDUCED[case]
+    model: Any = build_reduced(case)
+    for layer in (model[0], model[2], model):
+        fully_shard(layer, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
+        if factor is not None:
+            layer.set_gradient_divide_factor(factor)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    gradients: list[dict[str, Tensor]] = []
+    sent = WireCount()
+    for step in range(2):
+        for part in range(1 if parts == "once" else 2):
+            model.set_requires_gradient_sync(part == 1 or parts != "accumulate")
+            with sent if step == 0 else nullcontext():
+                loss_of(model, case, step, dist.get_rank(), part).backward()
+        gradients.append({name: whole(p.grad) for name, p in model.named_parameters()})
+        optimizer.step()
+        optimizer.zero_grad()
+    calls = {name: count for name, count in sent.calls.items() if name != "all_gather"}
+    found = {"gradients": gradients, "calls": calls, "sent": sent.total("all_to_all")}
+    found["state"] = {name: whole(value) for name, value in model.state_dict().items()}
+    found["recipe_state"] = recipe_state(model)["reductions"]
+    if parts == "once":
+        with reduction_errors(model) as errors:
+            loss_of(model, case, 2, dist.get_rank(), 0).backward()
+        found["errors"] = errors
+    return found
+
+
+class _Half(nn.Module):
+    """Of its two layers one gets no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.idle = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x)
+
+
+def _refused(mesh: Any) -> str:
+    """What FSDP2 reduces when some parameters of a group got no gradient, it does not say."""
+    model = _Half()
+    apply_recipe(model, Recipe.from_dict({"recipe": "r", "shards": {"reduce_scatter": "fp8_e5m2"}}))
+    fully_shard(model, mesh=mesh)
+    try:
+        model(torch.ones(2, 8)).sum().backward()
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def _case(case: str, mesh: Any) -> dict[str, Any]:
@@ -204,8 +286,8 @@ def _not_finite(mesh: Any) -> dict[str, Any]:
 
 #: What each number of ranks does, in this order: the checkpoint of two is read by one and by four.
 STAGES = {
-    2: [*CASES, "reduced", "meta", "policy", "not_finite", "checkpoint"],
-    4: ["row_uneven", "block_split", "smaller_than_the_mesh", "replicas", "resume"],
+    2: [*CASES, "reduced", "meta", "policy", "not_finite", "checkpoint", *REDUCED, "refused"],
+    4: ["row_uneven", "block_split", "smaller_than_the_mesh", "replicas", "resume", "reduce_row", "reduce_block"],
     1: ["tensor", "row", "block_split", "resume"],
 }
 
@@ -233,6 +315,11 @@ def rank(rank: int, ranks: int, folder: Path) -> None:
         elif task == "replicas":
             grid = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replica", "shard"))
             found[task] = {case: _case(case, grid) for case in ("tensor_uneven", "row_uneven")}
+            found[task]["reduce_row"] = train_reduced("reduce_row", grid)
+        elif task == "refused":
+            found[task] = _refused(mesh)
+        elif task in REDUCED:
+            found[task] = train_reduced(task, mesh)
         else:
             found[task] = _case(task, mesh)
     if rank == 0:

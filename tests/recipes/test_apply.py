@@ -276,9 +276,14 @@ def test_the_seed_decides_stochastic_rounding(make_tower, ids):
             "shards.all_gather: mxfp8/32x32 is",
         ),
         ("shards: {all_gather: fp8_e4m3+sr, requantize: true}", "r.yaml:2:22", "only FP8 rounded to nearest"),
-        ("shards: {reduce_scatter: fp8_e5m2}", "r.yaml:2:26", "shards.reduce_scatter: fp8_e5m2/tensor is not built"),
+        ("shards: {reduce_scatter: mxfp8}", "r.yaml:2:26", "only bf16 and FP8 with FP32 scales"),
+        ("shards: {reduce_scatter: fp8_e5m2+delayed(4)}", "r.yaml:2:26", "only FP8 with dynamic scales of unclipped"),
         ("activations: {save: bf16}", "r.yaml:2:21", "activations.save: bf16 is not built yet"),
-        ("optimizer: {state: bf16+sr}", "r.yaml:2:20", "optimizer.state: bf16+sr is not built yet"),
+        (
+            "optimizer: {state: nvfp4}",
+            "r.yaml:2:20",
+            "optimizer.state: nvfp4 is not built yet, only fp32, bf16, and FP8",
+        ),
     ],
 )
 def test_parts_that_are_not_built_are_named_with_their_line_and_change_nothing(tower, parts, place, what):

@@ -81,6 +81,7 @@ def test_the_hash_follows_extends():
         "rules: [{layers: a, all: fp8_e4m3}]\ndefaults: fp32",
         "rules: [{layers: a, all: fp8_e4m3}]\noptimizer: {state: bf16}",
         "rules: [{layers: a, all: fp8_e4m3}]\nshards: {reduce_scatter: fp8_e5m2}",
+        "rules: [{layers: a, all: fp8_e4m3}]\nshards: {reduce_scatter: bf16}",
     ],
 )
 def test_the_hash_sees_every_change_of_meaning(change):
