@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .linear import LowPrecisionLinear, lower_linear, restore_linear
     from .matmul import MatMul
     from .metrics import TensorMetrics, mean_relative_error, measure, sqnr_db
+    from .optimizer_state import lower_state, state_bytes
     from .quantization import QuantizedTensor, quantize
     from .reduction import install_reduction, reduction_errors
     from .sharding import reduce_amaxes
@@ -38,6 +39,7 @@ _HOMES = {
     "share_amaxes": "layer",
     "LowPrecisionLinear": "linear", "lower_linear": "linear", "restore_linear": "linear",
     "TensorMetrics": "metrics", "mean_relative_error": "metrics", "measure": "metrics", "sqnr_db": "metrics",
+    "lower_state": "optimizer_state", "state_bytes": "optimizer_state",
     "QuantizedTensor": "quantization", "quantize": "quantization",
     "Shard": "stochastic", "call_key": "stochastic", "stream_key": "stochastic",
     "Spec": "spec", "as_spec": "spec",
@@ -76,6 +78,7 @@ __all__ = [
     "get_format",
     "install_reduction",
     "lower_linear",
+    "lower_state",
     "mean_relative_error",
     "measure",
     "named_device",
@@ -86,6 +89,7 @@ __all__ = [
     "roll",
     "share_amaxes",
     "sqnr_db",
+    "state_bytes",
     "stream_key",
 ]
 

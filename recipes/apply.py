@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path as FilePath
 from typing import Any
+from weakref import ref
 
 from torch import nn
 
@@ -124,7 +125,7 @@ def apply_recipe(
             runs_on.restore(module)
         raise
     mark(model, loaded, seed, plan.backend)
-    return plan
+    return replace(plan, model=ref(unwrap(model)), seed=seed)
 
 
 def remove_recipe(model: nn.Module) -> None:

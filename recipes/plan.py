@@ -7,10 +7,11 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
+from weakref import ReferenceType
 
 from ..precision.capability import Device, Support
 from ..precision.config import OPERANDS, PATHS, GemmConfig, LinearConfig
-from ..precision.errors import NotBuiltError
+from ..precision.errors import NarrowgateError
 from ..precision.spec import Spec
 from .errors import Diagnostic
 from .pricing import LayerPrice, Unpriced
@@ -19,6 +20,7 @@ from .recipe import Recipe, Shards
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+    from torch import Tensor, nn
     from torch.optim import Optimizer
 
     from .targets import Unreachable
@@ -161,6 +163,12 @@ class Plan:
     rates: Rates | None = None
     #: Every product of one step (:func:`narrowgate.recipes.trace_gemms`); None where no step was traced.
     trace: GemmTrace | None = None
+    #: The model that :func:`narrowgate.recipes.apply_recipe` changed, and its seed; None where it was only resolved.
+    model: ReferenceType[nn.Module] | None = field(default=None, compare=False, repr=False)
+    seed: int = field(default=0, compare=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "model": None}  # a reference to an object of this process
 
     def with_trace(self, trace: GemmTrace) -> Plan:
         """Return this plan with a traced step: shares are of its FLOPs, and products out of reach are listed."""
@@ -272,16 +280,28 @@ class Plan:
     def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Return the optimizer that the recipe asks for: today ``optimizer`` itself.
 
-        FP32 optimizer state needs no wrapping, and weights are quantized at each use, so no cast is fused into
-        the step yet.
+        See :func:`narrowgate.precision.lower_state`. Call it after ``fully_shard``, before a learning-rate scheduler
+        is built and before ``torch.distributed.checkpoint`` asks for the state.
 
         Raises:
-            NotBuiltError: the recipe wants optimizer state in another format.
+            NotBuiltError: the recipe wants a format that is not built for optimizer state.
+            NarrowgateError: the optimizer's state is not known, its parameters are not FP32, or the plan was only
+                resolved.
         """
         state = self.recipe.optimizer.state if self.recipe.optimizer is not None else None
         if state is not None and state.format != "fp32":
-            raise NotBuiltError(f"optimizer.state: {state} is not built yet, only fp32")
+            from ..precision.optimizer_state import lower_state
+
+            lower_state(optimizer, state, names=self._parameter_names(), seed=self.seed)
         return optimizer
+
+    def _parameter_names(self) -> dict[Tensor, str]:
+        model = None if self.model is None else self.model()
+        if model is None:
+            raise NarrowgateError("wrap_optimizer: found a plan without its model, expected what apply_recipe returned")
+        from .targets import named_parameters
+
+        return {parameter: name for name, parameter in named_parameters(model)}
 
     def refresh(self) -> None:
         """Make low-precision weights current after writes that nobody announced, for example in a CUDA graph.

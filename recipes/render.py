@@ -128,6 +128,9 @@ def _notes(plan: Plan) -> list[str]:
         notes.append(f"FSDP2 gathers {plan.gather} for {len(plan.gathered)} of {_layers(len(plan.layers))}")
     if plan.reduce is not None:
         notes.append(f"FSDP2 reduces gradients as {plan.reduce}, summed in FP32")
+    state = plan.recipe.optimizer.state if plan.recipe.optimizer is not None else None
+    if state is not None and state.format != "fp32":
+        notes.append(f"the optimizer keeps its moments as {state}")
     notes += [str(finding) for finding in inexpressible_in_plan(plan)]
     if plan.trace is not None:
         notes.append(f"rules reach {plan.trace.reachable_share:.1%} of the FLOPs of a traced step")

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from ..precision.backends import LayerFacts, get_backend
 from ..precision.config import OPERANDS, GemmConfig, LinearConfig
 from ..precision.spec import Spec
+from ..precision.state_formats import unsupported_state
 from .errors import Diagnostic
 from .plan import Plan
 from .recipe import Recipe, Rule, at_rule
@@ -81,8 +82,8 @@ def _parts(recipe: Recipe, backend: str | None) -> Iterator[Diagnostic]:
             yield _at_part(recipe, "shards", "reduce_scatter", f"{reduce} is not built yet, only {reducible}")
     if flat.activations is not None and flat.activations.save != "operand":
         yield _at_part(recipe, "activations", "save", f"{flat.activations.save} is not built yet, only operand")
-    if flat.optimizer is not None and flat.optimizer.state.format != "fp32":
-        yield _at_part(recipe, "optimizer", "state", f"{flat.optimizer.state} is not built yet, only fp32")
+    if flat.optimizer is not None and (kept := unsupported_state(flat.optimizer.state)) is not None:
+        yield _at_part(recipe, "optimizer", "state", f"{flat.optimizer.state} is not built yet, only {kept}")
 
 
 def _built_gather(spec: Spec) -> str | None:

@@ -78,6 +78,16 @@ def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module 
                 stack.append((name if _is_wrapper(module, part) else f"{name}.{part}" if name else part, child, module))
 
 
+def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield (name without wrapper parts, Parameter) in registration order; one that is used twice comes once."""
+    seen: set[int] = set()
+    for name, module, _ in named_modules(model):
+        for part, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield f"{name}.{part}" if name else part, parameter
+
+
 def unwrap(model: nn.Module) -> nn.Module:
     """Return the model inside ``torch.compile``, DDP and the like: the module that the empty name means."""
     for part, child in model._modules.items():

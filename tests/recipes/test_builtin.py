@@ -141,7 +141,11 @@ def test_validate_reports_what_a_file_holds(tmp_path, contract_text):
     found = validate_file(path)
     assert found.ok
     assert found.recipe == Recipe.from_yaml(contract_text)
-    assert found.summary == "valid; not yet runnable: optimizer.state: bf16+sr is not built yet, only fp32"
+    assert found.summary == "valid"
+    path.write_text(contract_text.replace("state: bf16+sr", "state: fp8_e4m3"))
+    found = validate_file(path)
+    assert found.ok
+    assert found.summary.startswith("valid; not yet runnable: optimizer.state: fp8_e4m3/tensor is not built yet, only")
     assert found.github()[0].startswith(f"::notice file={path},line=19,col=20::optimizer.state")
     path.write_text("recipe: x\nrules: [{layers: a, all: fp7}]\n")
     broken = validate_file(str(path))

@@ -1,0 +1,401 @@
+"""Optimizers that keep their moments in few bits: BF16 with stochastic rounding, or blocks of eight bits.
+
+:func:`lower_state` swaps the class of an optimizer, so that it stays the object that schedulers and hooks know, and an
+instance of its class. Its arithmetic is its own: a step takes the parameters a few at a time, brings their moments back
+to FP32, lets the optimizer's own ``step`` update these parameters, and stores the moments again
+(:mod:`narrowgate.precision.moments`). Beside what is stored, the FP32 moments of ``BUCKET`` elements, or of the largest
+parameter, exist at a time.
+
+Which optimizers that is right for is found out, not listed: one that keeps what it knows of an element in ``exp_avg``
+and ``exp_avg_sq``, and updates parameters independently of each other. Other state is kept as it is where it is smaller
+than the parameter (``step``, a row's accumulator).
+
+**Random bits** have the key (seed, parameter's name, moment's name, ``step`` of the parameter) and the element's index
+in the unsharded parameter: the same however a model is sharded, and no generator is consumed.
+
+**Checkpoints** are those of the optimizer without this: the same keys, BF16 or FP32 values in the shapes of parameters.
+Eight-bit codes are saved as the FP32 values that they stand for, and come back as the same codes. FP32 moments are
+rounded to nearest when they are loaded.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .errors import NarrowgateError, NotBuiltError
+from .moments import (
+    MOMENTS,
+    Place,
+    distributed_like,
+    local,
+    place_of,
+    restore,
+    scale_name,
+    store,
+)
+from .spec import Spec, as_spec
+from .state_formats import stored_format, unsupported_state
+from .stochastic import call_key, stream_key
+
+#: Elements whose moments are brought to FP32 at a time: 64 MiB a moment.
+BUCKET = 1 << 24
+#: Where an optimizer keeps its :class:`_Storage`.
+_STORAGE = "_narrowgate_storage"
+_SCALES = tuple(map(scale_name, MOMENTS))
+
+
+class _Storage:
+    """How an optimizer's moments are stored, and under which names their random bits are drawn."""
+
+    def __init__(self, spec: Spec, seed: int) -> None:
+        self.spec, self.seed = spec, seed
+        self.names: dict[Tensor, str] = {}
+        self._keys: dict[Tensor, Tensor] = {}
+        self._places: dict[Tensor, Place] = {}
+
+    def learn(self, groups: Sequence[Mapping[str, Any]], names: Mapping[Tensor, str]) -> None:
+        """Name the parameters of ``groups``: as ``names`` has it, else the optimizer, else by their place in it.
+
+        Raises:
+            NarrowgateError: one is not FP32.
+        """
+        for number, group in enumerate(groups):
+            given = group.get("param_names")
+            for index, parameter in enumerate(group["params"]):
+                if parameter not in self.names:
+                    own = given[index] if given else f"{number}.{index}"
+                    self.names[parameter] = names.get(parameter, own)
+                if parameter.dtype != torch.float32:
+                    raise NarrowgateError(
+                        f"'{self.names[parameter]}': found {parameter.dtype}, expected FP32 parameters for optimizer "
+                        f"state in {self.spec}"
+                    )
+
+    def stored(self, parameter: Tensor) -> Spec | None:
+        """How the parameter's moments are stored; None where they stay FP32."""
+        return stored_format(tuple(parameter.shape), self.spec)
+
+    def place(self, parameter: Tensor) -> Place:
+        """Which part of the parameter is here."""
+        known = self._places.get(parameter)
+        if known is None:
+            known = self._places[parameter] = place_of(parameter, self.names[parameter], self.spec)
+        return known
+
+    def key(self, parameter: Tensor) -> Tensor:
+        """int64 [moments], on the parameter's device: keys of the streams of its moments."""
+        device = local(parameter).device
+        known = self._keys.get(parameter)
+        if known is None or known.device != device:
+            name = self.names[parameter]
+            streams = [stream_key(self.seed, name, "optimizer", moment) for moment in MOMENTS]
+            known = self._keys[parameter] = torch.tensor(streams, dtype=torch.int64, device=device)
+        return known
+
+
+class LowPrecisionOptimizer(Optimizer):
+    """An optimizer whose moments are stored as a :class:`Spec` says; made by :func:`lower_state`."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient; returns what ``closure`` returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        groups, update = self.param_groups, _own_step(_original(self))
+        _storage(self).learn(groups, {})  # of groups that were added since
+        with torch.no_grad():
+            for group in groups:
+                for bucket in _buckets(group["params"]):
+                    stored = {parameter: _fetch(self, parameter) for parameter in bucket}
+                    with _only(self, group, bucket):
+                        update(self)
+                    _put_back(self, stored)
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's own, without codes: moments are BF16 or FP32."""
+        handle = self.register_state_dict_post_hook(_without_codes, prepend=True)
+        try:
+            return super().state_dict()
+        finally:
+            handle.remove()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of this optimizer, or of one whose moments are FP32."""
+        handle = self.register_load_state_dict_post_hook(_store_all, prepend=True)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), _STORAGE: _storage(self)}
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # A lowered class is made at run time, where pickle cannot find it by name.
+        return _rebuild, (_original(self),), self.__getstate__()
+
+
+def lower_state(
+    optimizer: Optimizer, spec: Spec | str, *, names: Mapping[Tensor, str] | None = None, seed: int = 0
+) -> Optimizer:
+    """Make ``optimizer`` store its moments as ``spec``, in place; what it has by now is rounded to nearest.
+
+    Args:
+        optimizer: of FP32 parameters, before a learning-rate scheduler is built on it.
+        spec: ``bf16`` or blocks of eight bits, with ``+sr`` or without; ``fp32`` changes nothing.
+        names: of parameters, the same in every process and in a run that resumes.
+        seed: of the stochastic rounding, the same on every rank.
+
+    Returns:
+        ``optimizer`` itself.
+
+    Raises:
+        NotBuiltError: ``spec`` is not built for optimizer state.
+        NarrowgateError: the optimizer is lowered already, has parameters that are not FP32, keeps per element what has
+            another name than :data:`~narrowgate.precision.moments.MOMENTS`, or updates parameters together.
+    """
+    spec = as_spec(spec)
+    instead = unsupported_state(spec)
+    if instead is not None:
+        raise NotBuiltError(f"optimizer state in {spec} is not built yet, only {instead}")
+    if not isinstance(optimizer, Optimizer):
+        raise NarrowgateError(f"found a {type(optimizer).__name__}, expected a torch.optim.Optimizer")
+    if isinstance(optimizer, LowPrecisionOptimizer):
+        raise NarrowgateError(f"this optimizer's state is stored as {_storage(optimizer).spec} already")
+    if spec.format == "fp32":
+        return optimizer
+    kind = type(optimizer)
+    if "step" in optimizer.__dict__:
+        raise NarrowgateError(
+            f"this {kind.__name__}'s step was replaced: build learning-rate schedulers after wrapping it"
+        )
+    storage = _Storage(spec, seed)
+    storage.learn(optimizer.param_groups, names or {})
+    for group in optimizer.param_groups:
+        for leader in {parameter.dim(): parameter for parameter in group["params"]}.values():
+            _try_out(optimizer, group, leader, spec)
+    optimizer.__dict__[_STORAGE] = storage
+    optimizer.__class__ = _lowered(kind)
+    _store_all(optimizer)
+    return optimizer
+
+
+def state_bytes(optimizer: Optimizer) -> int:
+    """Bytes of all tensors that ``optimizer`` keeps between steps on this rank."""
+    tensors = (local(x) for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor))
+    return sum(x.numel() * x.element_size() for x in tensors)
+
+
+def _storage(optimizer: Optimizer) -> _Storage:
+    return optimizer.__dict__[_STORAGE]
+
+
+def _original(optimizer: Optimizer) -> type[Optimizer]:
+    return type(optimizer).__bases__[-1]
+
+
+@cache
+def _lowered(original: type[Optimizer]) -> type[Optimizer]:
+    # Hooks run once a step; a compiler runs all of it as it is.
+    step: Any = torch.compiler.disable(Optimizer.profile_hook_step(LowPrecisionOptimizer.step))
+    step.hooked = True  # or torch.optim would hook it once more
+    namespace = {"__doc__": original.__doc__, "__module__": LowPrecisionOptimizer.__module__, "step": step}
+    return type(f"LowPrecision{original.__name__}", (LowPrecisionOptimizer, original), namespace)
+
+
+def _rebuild(original: type[Optimizer]) -> Optimizer:
+    kind = _lowered(original)
+    return kind.__new__(kind)
+
+
+def _own_step(kind: type[Optimizer]) -> Callable[..., Any]:
+    """The class's step without its hooks."""
+    step: Any = kind.step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step
+
+
+def _check_state(optimizer: Optimizer, parameter: Tensor, spec: Spec) -> None:
+    state, kind = optimizer.state[parameter], type(optimizer).__name__.removeprefix("LowPrecision")
+    for name, value in state.items():
+        whole = isinstance(value, Tensor) and value.dim() > 0 and value.numel() >= parameter.numel()
+        if whole and name not in MOMENTS and name not in _SCALES:
+            raise NarrowgateError(
+                f"{kind} keeps '{name}' for every element, expected {' and '.join(MOMENTS)} only: how {spec} would "
+                "change it is not known"
+            )
+    if spec.sr and "step" not in state and any(name in state for name in MOMENTS):
+        raise NarrowgateError(f"{kind} keeps no 'step' beside its moments, which {spec} draws its random bits by")
+
+
+def _try_out(optimizer: Optimizer, group: Mapping[str, Any], leader: Tensor, spec: Spec) -> None:
+    """Raise unless the optimizer's step may be taken by a few parameters at a time: two small ones are tried.
+
+    They have the leader's axes and device. Their gradients are large, so that a limit on a norm over both would show.
+    """
+    kind = type(optimizer)
+    device = leader.device if leader.device.type != "meta" else torch.device("cpu")
+    hooks: list[str] = []
+    found: list[list[Tensor]] = []
+    for together in (True, False):
+        twin = object.__new__(kind)
+        twin.__dict__.update(optimizer.__dict__)
+        twin._optimizer_step_pre_hooks = {0: lambda *_: hooks.append("")}
+        pair = [torch.full((2,) * leader.dim(), value, device=device, requires_grad=True) for value in (1.0, -2.0)]
+        alone = {**group, "params": pair}
+        twin.param_groups, twin.state = [alone], defaultdict(dict)
+        try:
+            for scale in (1e3, -2e3):
+                for parameter, factor in zip(pair, (1.0, 3.0), strict=True):
+                    parameter.grad = torch.full_like(parameter, scale * factor)
+                for few in [pair] if together else [[parameter] for parameter in pair]:
+                    alone["params"] = few
+                    _own_step(kind)(twin)
+        except Exception as error:
+            why = " ".join(str(error).split())[:200]
+            raise NarrowgateError(
+                f"{kind.__name__} cannot keep its state in {spec}: a step on dense parameters of a few elements "
+                f"failed: {why}"
+            ) from error
+        for parameter in pair:
+            _check_state(twin, parameter, spec)
+        found.append([x.detach() for p in pair for x in (p, *twin.state[p].values()) if isinstance(x, Tensor)])
+    if hooks:
+        raise NarrowgateError(
+            f"{kind.__name__} cannot keep its state in {spec}: its step calls that of another optimizer, whose hooks "
+            "would run several times a step"
+        )
+    if not all(torch.equal(a, b) for a, b in zip(*found, strict=True)):
+        raise NarrowgateError(
+            f"{kind.__name__} cannot keep its state in {spec}: its step depends on which parameters it updates together"
+        )
+
+
+def _buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Parameters with a gradient, in order, up to ``BUCKET`` local elements at a time."""
+    bucket: list[Tensor] = []
+    elements = 0
+    for parameter in parameters:
+        if parameter.grad is None:
+            continue
+        size = local(parameter).numel()
+        if bucket and elements + size > BUCKET:
+            yield bucket
+            bucket, elements = [], 0
+        bucket.append(parameter)
+        elements += size
+    if bucket:
+        yield bucket
+
+
+@contextmanager
+def _only(optimizer: Optimizer, group: dict[str, Any], parameters: list[Tensor]) -> Iterator[None]:
+    """Within, the optimizer has one group of these parameters."""
+    groups, everything = optimizer.param_groups, group["params"]
+    optimizer.param_groups, group["params"] = [group], parameters
+    try:
+        yield
+    finally:
+        optimizer.param_groups, group["params"] = groups, everything
+
+
+def _fetch(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
+    """Bring a parameter's moments to FP32 in the optimizer's state; returns what was stored."""
+    storage, state = _storage(optimizer), optimizer.state.get(parameter)
+    spec = storage.stored(parameter)
+    if spec is None or state is None:
+        return {}
+    stored: dict[str, Tensor] = {}
+    for name in MOMENTS:
+        if name in state and state[name].dtype != torch.float32:
+            values, mine = restore(name, state, spec, storage.place(parameter)), local(parameter)
+            if values.stride() != mine.stride():  # fused steps want moments to lie as their parameter does
+                values = torch.empty_like(mine, dtype=torch.float32).copy_(values)
+            for entry in (name, scale_name(name)):
+                if entry in state:
+                    stored[entry] = state.pop(entry)
+            state[name] = distributed_like(parameter, values)
+    return stored
+
+
+def _put_back(optimizer: Optimizer, stored: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
+    """Store the FP32 moments of parameters that were just updated, where possible in the memory they came from."""
+    storage = _storage(optimizer)
+    lowered = [parameter for parameter in stored if any(name in optimizer.state[parameter] for name in MOMENTS)]
+    for parameter in lowered:
+        _check_state(optimizer, parameter, storage.spec)
+    keys = _keys(optimizer, lowered) if storage.spec.sr else {}
+    for parameter in lowered:
+        spec, state, before = storage.stored(parameter), optimizer.state[parameter], stored[parameter]
+        if spec is None:
+            continue
+        for index, name in enumerate(MOMENTS):
+            if name not in state:
+                continue
+            key = keys[parameter][index] if spec.sr else None
+            for entry, value in store(name, local(state[name]), spec, storage.place(parameter), key).items():
+                if entry in before:  # a captured step is replayed on the same memory
+                    local(before[entry]).copy_(value)
+                    state[entry] = before[entry]
+                else:
+                    state[entry] = distributed_like(parameter, value) if entry == name else value
+
+
+def _keys(optimizer: Optimizer, parameters: Sequence[Tensor]) -> dict[Tensor, Tensor]:
+    """int64 [moments] by parameter: the keys of the step that each has just done."""
+    storage = _storage(optimizer)
+    devices: dict[torch.device, list[Tensor]] = {}
+    for parameter in parameters:
+        devices.setdefault(local(parameter).device, []).append(parameter)
+    found: dict[Tensor, Tensor] = {}
+    for device, alike in devices.items():
+        steps = [torch.as_tensor(optimizer.state[parameter]["step"]).reshape(()) for parameter in alike]
+        counted = torch.stack([local(step) for step in steps]).to(device=device, dtype=torch.int64)
+        keys = call_key(torch.stack([storage.key(parameter) for parameter in alike]), counted[:, None])
+        assert isinstance(keys, Tensor)
+        found |= dict(zip(alike, keys.unbind(), strict=True))
+    return found
+
+
+def _store_all(optimizer: Optimizer) -> None:
+    """Store every FP32 moment: of a state that was loaded, or of an optimizer that has stepped before."""
+    storage = _storage(optimizer)
+    storage.learn(optimizer.param_groups, {})
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state, spec = optimizer.state.get(parameter), storage.stored(parameter)
+            if state is None or spec is None:
+                continue
+            _check_state(optimizer, parameter, spec)
+            for name in MOMENTS:
+                if name in state:
+                    entries = store(name, local(state[name]), spec, storage.place(parameter), None)
+                    for entry, value in entries.items():
+                        state[entry] = distributed_like(parameter, value) if entry == name else value
+
+
+def _without_codes(optimizer: Optimizer, packed: dict[str, Any]) -> dict[str, Any]:
+    """A state dict in which moments are values; the optimizer's own state stays as it is."""
+    storage = _storage(optimizer)
+    numbers = (number for group in packed["param_groups"] for number in group["params"])
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    by_number = dict(zip(numbers, parameters, strict=True))
+    states: dict[Any, Any] = {}
+    for number, state in packed["state"].items():
+        plain = states[number] = dict(state)
+        for name in MOMENTS:
+            if plain.pop(scale_name(name), None) is not None:
+                parameter = by_number[number]
+                spec = storage.stored(parameter)
+                assert spec is not None
+                plain[name] = distributed_like(parameter, restore(name, state, spec, storage.place(parameter)))
+    return {**packed, "state": states}

@@ -1,0 +1,82 @@
+"""``optimizer.state`` of a recipe: the names and the seed that random bits are drawn by, every optimizer of ours."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import cast
+
+import pytest
+import torch
+from narrowgate.models.optimizers import AdamWithRowwiseAdagrad
+from narrowgate.precision import NarrowgateError, call_key, quantize, stream_key
+from narrowgate.recipes import OptimizerState, Recipe, Rule, apply_recipe, resolve
+from torch import nn
+
+RULES = [Rule(layers="interaction.*", all="fp8_e4m3")]
+
+
+def recipe(state: str) -> Recipe:
+    return Recipe(name="r", rules=RULES, optimizer=OptimizerState(state=state))
+
+
+def test_random_bits_are_drawn_by_the_models_names_and_the_recipes_seed(tower, ids):
+    plan = apply_recipe(tower, recipe("bf16+sr"), seed=11)
+    optimizer = plan.wrap_optimizer(torch.optim.Adam(tower.parameters(), betas=(0.9, 0.99)))
+    tower(ids).square().mean().backward()
+    optimizer.step()
+    for name in ("embedding.weight", "interaction.2.weight", "heads.1.bias"):
+        parameter = tower.get_parameter(name)
+        assert parameter.grad is not None
+        moment = torch.lerp(torch.zeros_like(parameter), parameter.grad, 1 - 0.9)
+        key = call_key(stream_key(11, name, "optimizer", "exp_avg"), 1)
+        assert torch.equal(optimizer.state[parameter]["exp_avg"], quantize(moment, "bf16+sr", seed=key).data)
+
+
+def test_a_compiled_model_has_the_same_names(make_tower, ids):
+    runs = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model: nn.Module = make_tower()
+        if compiled:  # _orig_mod stands before every name
+            model = cast("nn.Module", torch.compile(model, backend="eager"))
+        plan = apply_recipe(model, recipe("bf16+sr"))
+        optimizer = plan.wrap_optimizer(torch.optim.Adam(model.parameters()))
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(ids).square().mean().backward()
+            optimizer.step()
+        runs.append([parameter.detach() for parameter in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+@pytest.mark.parametrize("state", ["bf16+sr", "fp8_e4m3/1x16"])
+def test_adam_with_rowwise_adagrad_keeps_its_accumulators_and_stores_its_moments(make_tower, ids, state):
+    model = make_tower(width=64)
+    plan = apply_recipe(model, recipe(state))
+    tables = [model.embedding.weight]
+    dense = [parameter for parameter in model.parameters() if parameter is not tables[0]]
+    optimizer = plan.wrap_optimizer(AdamWithRowwiseAdagrad(dense, tables, lr=0.01, table_lr=0.1))
+    losses = []
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = (model(ids) - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] / 4
+    assert optimizer.state[tables[0]].keys() == {"sum"}
+    assert optimizer.state[tables[0]]["sum"].dtype == torch.float32
+    stored = {optimizer.state[layer.weight]["exp_avg"].dtype for layer in model.interaction}
+    assert stored == {torch.bfloat16 if state == "bf16+sr" else torch.float8_e4m3fn}
+
+
+def test_a_plan_knows_its_model_only_where_a_recipe_was_applied(tower):
+    optimizer = torch.optim.Adam(tower.parameters())
+    with pytest.raises(NarrowgateError, match="found a plan without its model, expected what apply_recipe returned"):
+        resolve(recipe("bf16"), tower).wrap_optimizer(optimizer)
+    assert resolve(recipe("fp32"), tower).wrap_optimizer(optimizer) is optimizer
+    plan = apply_recipe(tower, recipe("bf16"))
+    assert pickle.loads(pickle.dumps(plan)).model is None
+    assert copy.copy(plan) == plan
+    assert plan.with_trace(plan.trace).model is plan.model  # type: ignore[arg-type]
