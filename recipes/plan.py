@@ -206,6 +206,11 @@ class Plan:
         return (self.recipe.shards or Shards()).all_gather
 
     @property
+    def reduce(self) -> Spec | None:
+        """How the gradients of a sharded model travel to be summed in FP32; None leaves that to FSDP2."""
+        return (self.recipe.shards or Shards()).reduce_scatter
+
+    @property
     def gathered(self) -> tuple[LayerPlan, ...]:
         """The layers whose weights travel as :attr:`gather`: fprop and dgrad are both low-precision."""
         if self.gather.high_precision:
@@ -213,11 +218,6 @@ class Plan:
         return tuple(
             layer
             for layer in self.layers
-    @property
-    def reduce(self) -> Spec | None:
-        """How the gradients of a sharded model travel to be summed in FP32; None leaves that to FSDP2."""
-        return (self.recipe.shards or Shards()).reduce_scatter
-
             if layer.kind != "product"
             and not layer.config.fprop.high_precision
             and not layer.config.dgrad.high_precision
@@ -278,7 +278,7 @@ class Plan:
         return {pair: count / total for pair, count in flops.most_common()} if total else {}
 
     def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Return the optimizer that the recipe asks for: today ``optimizer`` itself.
+        """Make ``optimizer`` keep its state as the recipe says, in place, and return it; FP32 state stays as it is.
 
         See :func:`narrowgate.precision.lower_state`. Call it after ``fully_shard``, before a learning-rate scheduler
         is built and before ``torch.distributed.checkpoint`` asks for the state.
@@ -322,6 +322,7 @@ class Plan:
             "padded": [layer.name for layer in self.padded()],
             "gather": str(self.gather),
             "gathered": [layer.name for layer in self.gathered],
+            "reduce": str(self.reduce) if self.reduce is not None else None,
             "flops_share": self.flops_share(),
             "flops_share_by_rows": self.weighted,
             "rows": dict(self.rows) if self.rows is not None else None,
@@ -342,7 +343,6 @@ class Plan:
         """Return the plan as plain aligned text, the same everywhere."""
         from .render import plan_text
 
-            "reduce": str(self.reduce) if self.reduce is not None else None,
         return plan_text(self)
 
     def render(self) -> RenderableType:
