@@ -117,11 +117,11 @@ def apply_recipe(
                 done.append(target.module)
         runs_on.attach(unwrap(model), [layer.config for layer in plan.lowered])
         gather_low(targets, plan)
-    except BaseException:  # never leave half a model behind
         reduce_low(unwrap(model), plan, seed)
+    except BaseException:  # never leave half a model behind
         release_weights(done)
-        for module in done:
         own_reduction(unwrap(model))
+        for module in done:
             runs_on.restore(module)
         raise
     mark(model, loaded, seed, plan.backend)
@@ -144,8 +144,8 @@ def remove_recipe(model: nn.Module) -> None:
     for _, module, _ in named_modules(model):
         applied = module.__dict__.pop(_MARK, None)
         if applied is not None:
-            get_backend(applied.backend).detach(module)
             own_reduction(module)
+            get_backend(applied.backend).detach(module)
 
 
 def applied_recipes(model: nn.Module) -> dict[str, Applied]:

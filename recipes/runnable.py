@@ -97,7 +97,6 @@ def _built_gather(spec: Spec) -> str | None:
     return None
 
 
-def _at_part(recipe: Recipe, part: str, key: str, message: str) -> Diagnostic:
 def _built_reduce(spec: Spec) -> str | None:
     """What is built instead of reducing as ``spec``; None where that is."""
     if spec.format == "bf16":
@@ -113,6 +112,7 @@ def _modified(spec: Spec) -> bool:
     return clipped or spec.delayed is not None or spec.hadamard is not None
 
 
+def _at_part(recipe: Recipe, part: str, key: str, message: str) -> Diagnostic:
     """Point into the recipe of the ``extends`` chain that sets ``part``."""
     owner = recipe
     while getattr(owner, part) is None and owner.base is not None:
