@@ -63,6 +63,10 @@ class LayerState:
         #: The next training forward's number, int64: optimizer step * 2**32 + forward within the step, over all its
         #: micro-batches.
         self.draw = torch.zeros((), dtype=torch.int64)
+        # The tensor from which a step's first forward draws, always the same one: a CUDA graph reads it at each replay.
+        self._first_draw = self.draw
+        # What the last counted forward left; a replay writes it again, and no Python sees that.
+        self._last_draw = self.draw
         #: By (path, operand), for delayed scales.
         self.histories = {key: AmaxHistory(spec.delayed) for key, spec in specs.items() if spec.delayed is not None}
         #: Data-parallel ranks that share this layer's amaxes; see :func:`share_amaxes`.
@@ -83,12 +87,15 @@ class LayerState:
         """Follow the layer's weight to ``device``."""
         if device.type == "meta":
             return
-        self.draw = self.draw.to(device)
+        self._restart(self.draw.to(device))
         for history in self.histories.values():
             history.to(device)
         self._frozen = {key: history.frozen() for key, history in self.histories.items()}
         self.here = current_device(device)
         self.native = {path: gemm_support(gemm, self.here).native for path, gemm in self.config.gemms()}
+
+    def _restart(self, first_draw: Tensor) -> None:
+        self.draw = self._first_draw = self._last_draw = first_draw
 
     def seed(self, path: str, operand: str, draw: Tensor) -> Tensor:
         """The 64-bit key, [], of one operand on one path in the forward numbered ``draw``."""
@@ -117,6 +124,8 @@ class LayerState:
             if self.stochastic:
                 # A new tensor, not an update in place: a compiled backward may recompute from the tensor it was given.
                 self.draw = draw + 1
+                if not torch.compiler.is_compiling() and draw is self._first_draw:
+                    draw = draw.clone()  # its backward may come after the step that moves the original on
             if not recomputing and not torch.compiler.is_compiling():
                 self._outstanding.append(draw)
         return draw, training
@@ -139,7 +148,8 @@ class LayerState:
         for (path, operand), history in self.histories.items():
             prefix = f"{path}.{operand}."
             history.load_state_dict({k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)})
-        self.draw = state["draw"].to(self.draw.device).clone()
+        self._first_draw.copy_(state["draw"])
+        self._restart(self._first_draw)
         self._outstanding.clear()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -244,9 +254,14 @@ def end_step(layers: Iterable[LowPrecisionLayer] | nn.Module) -> None:
     for states in draws.values():
         # Up to the next multiple of 2**32: the next step's forward 0, or itself where no forward was counted.
         below = (1 << _STEP_SHIFT) - 1
-        following = (torch.stack([state.draw for state in states]) + below) & ~below
-        for state, draw in zip(states, following.unbind(), strict=True):
-            state.draw = draw
+        for state in states:
+            if state.draw is not state._first_draw:
+                state._last_draw = state.draw
+            state.draw = state._first_draw
+        first = [state._first_draw for state in states]
+        counted = torch.maximum(torch.stack(first), torch.stack([state._last_draw for state in states]))
+        following = (counted + below) & ~below
+        torch._foreach_copy_(first, list(following.unbind()))  # type: ignore[attr-defined]
     for (_, group), alike in histories.items():
         roll(alike, group)
 

@@ -290,6 +290,43 @@ def test_a_step_draws_the_same_however_many_forwards_the_step_before_had():
     assert torch.equal(train(one, 1.0), train(two, 1.0))
 
 
+def test_a_forward_that_a_cuda_graph_replays_is_counted():
+    """A replay runs what was captured on the tensors of then, and no Python: it reads one and writes another again."""
+    torch.manual_seed(0)
+    layer = nn.Linear(32, 32)
+    sr = Spec.parse("fp8_e4m3+sr")
+    lower_linear(layer, LinearConfig(*[GemmConfig(sr, sr)] * 3), name="a")
+    state = layer_state(layer)
+    read = state.draw
+    layer(torch.randn(4, 32))
+    written = state.draw
+    for expected in (1, 2, 3):
+        written.copy_(read + 1)
+        end_step(layer)
+        assert state.draw is read
+        assert int(read) == expected << 32
+    end_step(layer)
+    assert int(read) == 3 << 32, "a step without a forward is none"
+
+
+def test_a_backward_after_somebody_elses_step_draws_as_its_forward_did():
+    torch.manual_seed(0)
+    sr = Spec.parse("fp8_e4m3+sr")
+    layer, other, x = nn.Linear(32, 32), nn.Linear(4, 4), torch.randn(4, 32)
+    lower_linear(layer, LinearConfig(*[GemmConfig(sr, sr)] * 3), name="a")
+    layer.requires_grad_(False)
+    grads = []
+    for stepping in (False, True):
+        layer_state(layer).load_state_dict({"draw": torch.zeros((), dtype=torch.int64)})
+        y = layer(inner := x.clone().requires_grad_())
+        if stepping:
+            other(torch.randn(2, 4)).sum().backward()
+            torch.optim.SGD(other.parameters(), lr=0.1).step()
+        y.sum().backward()
+        grads.append(inner.grad)
+    assert torch.equal(*grads)
+
+
 def test_an_old_forward_without_backward_does_not_confuse_a_recompute():
     """A reentrant region counts its forward when it is recomputed; a forward of the last step must not stand in."""
     plain, recomputed = lowered(STOCHASTIC), lowered(STOCHASTIC)
