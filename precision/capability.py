@@ -1,7 +1,8 @@
 """Which operand pairs a device's matrix units multiply natively, and why not where they do not.
 
-Sources: PyTorch's checks in aten/src/ATen/native/cuda/ScaledBlas.cpp (compute capability by scale recipe) and
-measurements of ``torch._scaled_mm`` on Hopper, kept in docs/backends.md.
+Sources: PyTorch's checks in aten/src/ATen/native/cuda/ScaledBlas.cpp (compute capability by scale recipe),
+GroupedBlas.cpp, GroupMM.cu and ScaledGroupMM.cu (products of groups), and measurements of ``torch._scaled_mm`` on
+Hopper, kept in docs/backends.md.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from .config import GemmConfig
+from .config import GemmConfig, LinearConfig
 from .errors import NarrowgateError, did_you_mean
 from .spec import Spec
 
@@ -148,3 +149,45 @@ def _cuda_support(first: Spec, second: Spec, accumulate: str, device: Device) ->
             return emulated("block scales have no fast accumulation; say accumulate: accurate")
         return _NATIVE
     return emulated(f"no library GEMM multiplies {first.granularity} by {second.granularity} scales")
+
+
+#: Groups that one launch of PyTorch's grouped GEMM takes.
+MOST_GROUPS = 1023
+
+
+def grouped_obstacle(config: LinearConfig, device: Device, groups: int) -> str | None:
+    """Say why a layer of ``groups`` experts multiplies one expert after another; None where one GEMM takes them all.
+
+    A grouped layer runs its three paths alike, all grouped or all in turns, since the host has to know the groups'
+    sizes as soon as one path runs in turns. What runs in turns is native or emulated as :func:`gemm_support` says; what
+    is grouped is always native.
+    """
+    if device.kind != "cuda" or device.capability is None:
+        return f"{device.name} has no grouped GEMM"
+    major = device.capability[0]
+    if major not in (9, 10):
+        return f"PyTorch has a grouped GEMM for compute capability 9 and 10, not for {device.name}"
+    if groups > MOST_GROUPS:
+        return f"one grouped GEMM takes at most {MOST_GROUPS} experts"
+    for path, gemm in config.gemms():
+        reason = _not_grouped(gemm, major, device)
+        if reason is not None:
+            return f"{path}: {reason}"
+    return None
+
+
+def _not_grouped(gemm: GemmConfig, major: int, device: Device) -> str | None:
+    for spec in (gemm.first, gemm.second):
+        if spec.high_precision:
+            if spec.format != "bf16":
+                return f"no grouped GEMM multiplies {spec.format}"
+            continue
+        if spec.format != "fp8_e4m3":
+            return f"the grouped GEMM multiplies E4M3 by E4M3, not {spec.format}"
+        if spec.granularity not in ("tensor", "row"):
+            return f"the grouped GEMM knows row scales, not {spec.granularity}"
+        if spec.clip_p is not None or spec.clip_rms is not None or spec.hadamard is not None:
+            return f"clip and hadamard of each expert's rows need to know how many there are, found {spec}"
+    if not gemm.high_precision and major != 9:
+        return f"PyTorch's grouped GEMM with row scales runs on Hopper only, not on {device.name}"
+    return None

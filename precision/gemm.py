@@ -46,7 +46,7 @@ def dense_gemm(first: Tensor, second: Tensor, *, out_dtype: torch.dtype) -> Tens
     dtype = torch.promote_types(first.dtype, second.dtype)
     if dtype == torch.bfloat16:
         return _mm_accumulating_in_fp32(first, second, out_dtype)
-    return _as(torch.mm(first.to(dtype), second.to(dtype).t()), out_dtype)
+    return as_dtype(torch.mm(first.to(dtype), second.to(dtype).t()), out_dtype)
 
 
 def _native(
@@ -135,7 +135,7 @@ def _emulated(first: QuantizedTensor, second: QuantizedTensor, out_dtype: torch.
     if not factored:
         return _mm_accumulating_in_fp32(a, b, out_dtype)
     product = _mm_accumulating_in_fp32(a, b, torch.float32)
-    return _as(product * _scale(first).reshape(-1, 1) * _scale(second).reshape(1, -1), out_dtype)
+    return as_dtype(product * _scale(first).reshape(-1, 1) * _scale(second).reshape(1, -1), out_dtype)
 
 
 def _contraction_last(operand: QuantizedTensor, values: Tensor) -> Tensor:
@@ -146,14 +146,17 @@ def _mm_accumulating_in_fp32(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Te
     """a [R, C] · b [S, C]ᵀ for BF16 operands."""
     if a.is_cuda:
         return (
-            torch.mm(a, b.t()) if out_dtype == a.dtype else _as(torch.mm(a, b.t(), out_dtype=torch.float32), out_dtype)
+            torch.mm(a, b.t())
+            if out_dtype == a.dtype
+            else as_dtype(torch.mm(a, b.t(), out_dtype=torch.float32), out_dtype)
         )
     # Products of BF16 values are exact in FP32, so an FP32 GEMM of widened operands is the same arithmetic, and on
     # CPUs without BF16 instructions it is many times faster.
-    return _as(torch.mm(a.float(), b.float().t()), out_dtype)
+    return as_dtype(torch.mm(a.float(), b.float().t()), out_dtype)
 
 
-def _as(x: Tensor, dtype: torch.dtype) -> Tensor:
+def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x`` in ``dtype``: itself where it is."""
     # Not .to() where the dtype is right already: on PyTorch 2.11 an autograd.Function whose output went through such a
     # no-op has gradients of zero once compiled.
     return x if x.dtype == dtype else x.to(dtype)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from .capability import Support
 from .config import GemmConfig, LinearConfig
 from .errors import NarrowgateError
+from .gemm import as_dtype
 from .layer import LayerState, LowPrecisionLayer, layer_state, swap
 from .operands import Operand, prepare, restore, save, shared
 
@@ -147,8 +148,8 @@ def _product(first: Operand, second: Operand, dtype: torch.dtype) -> Tensor:
         assert isinstance(second, Tensor)
         common = torch.promote_types(first.dtype, second.dtype)
         if common == torch.bfloat16:
-            return _as(_bmm(first, second), dtype)
-        return _as(torch.bmm(first.to(common), second.to(common).mT), dtype)
+            return as_dtype(_bmm(first, second), dtype)
+        return as_dtype(torch.bmm(first.to(common), second.to(common).mT), dtype)
     assert not isinstance(second, Tensor)
     # Scales that are constant along the contraction are applied to the product in FP32, as for a single matrix.
     factored = {first.spec.granularity, second.spec.granularity} <= {"tensor", "row"}
@@ -163,7 +164,7 @@ def _product(first: Operand, second: Operand, dtype: torch.dtype) -> Tensor:
         rows = _turned(first.scale, first.dim) if first.scale.dim() else first.scale
         columns = _turned(second.scale, second.dim).mT if second.scale.dim() else second.scale
         product = product * rows * columns
-    return _as(product, dtype)
+    return as_dtype(product, dtype)
 
 
 def _turned(x: Tensor, dim: int) -> Tensor:
@@ -176,8 +177,3 @@ def _bmm(a: Tensor, b: Tensor) -> Tensor:
         return torch.bmm(a, b.mT, out_dtype=torch.float32)
     # Products of BF16 values are exact in FP32, so an FP32 product of widened operands is the same arithmetic.
     return torch.bmm(a.float(), b.float().mT)
-
-
-def _as(x: Tensor, dtype: torch.dtype) -> Tensor:
-    # Not .to() where the dtype is right already: see gemm.py.
-    return x if x.dtype == dtype else x.to(dtype)

@@ -97,6 +97,11 @@ def observe(observer: Observer) -> Iterator[Observer]:
         _ACTIVE.remove(observer)
 
 
+def watching() -> bool:
+    """Whether an observer is active."""
+    return bool(_ACTIVE)
+
+
 def quantized(layer: str, path: str, operand: str, x: Tensor, q: QuantizedTensor) -> None:
     """Tell the active observers, if any, of a quantized operand. Called outside of compilers only."""
     for observer in _ACTIVE:

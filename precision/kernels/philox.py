@@ -40,3 +40,39 @@ def _fill(out, key, first, skip, count, counters, BLOCK: tl.constexpr):
     lane = tl.arange(0, 8)
     at = local[:, None] * 8 + lane[None, :] - skip
     tl.store(out + at, bits, mask=(local[:, None] < counters) & (at >= 0) & (at < count))
+
+
+def fill_group_bits(keys: Tensor, group: Tensor, place: Tensor, width: int) -> Tensor:
+    """Return the 16 bits of rows of groups: the GPU twin of :func:`narrowgate.precision.grouped_rows.group_bits`.
+
+    Args:
+        keys: int64 [E], each group's key, on a CUDA device.
+        group: int64 [R], each row's group.
+        place: int64 [R], each row's place within its group.
+        width: columns.
+
+    Returns:
+        int16 [R, width].
+    """
+    rows = group.shape[0]
+    out = torch.empty((rows, width), dtype=torch.int16, device=keys.device)
+    if out.numel():
+        counters = width // 8 + 2
+        block = min(_BLOCK, triton.next_power_of_2(counters))
+        # Rows along the first axis of the grid, the only one that goes beyond 65,535.
+        _fill_groups[(rows, triton.cdiv(counters, block))](out, keys, group, place, width, BLOCK=block)
+    return out
+
+
+@triton.jit
+def _fill_groups(out, keys, group, place, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    begin = tl.load(place + row) * width
+    local = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    w0, w1, w2, w3 = tl.randint4x(tl.load(keys + tl.load(group + row)), begin // 8 + local)
+    low = tl.join(tl.join(w0, w2), tl.join(w1, w3))
+    halves = tl.join(low & 0xFFFF, low >> 16)
+    bits = tl.reshape(halves, (BLOCK, 8)).to(tl.int16)
+    lane = tl.arange(0, 8)
+    at = local[:, None] * 8 + lane[None, :] - begin % 8
+    tl.store(out + row * width + at, bits, mask=(at >= 0) & (at < width))
