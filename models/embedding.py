@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -36,16 +38,26 @@ class SparseArch(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         """Return the feature tokens [B, n_tokens, d], FP32."""
-        tokens = [self.tables[field.table](batch.sparse[:, i]) for i, field in enumerate(self.features.categorical)]
-        tokens += [self.bags[field.name](ids) for field, ids in zip(self.features.bags, batch.bags, strict=True)]
+        asked = [("tables", field.table, batch.sparse[:, i]) for i, field in enumerate(self.features.categorical)]
+        asked += [("bags", field.name, ids) for field, ids in zip(self.features.bags, batch.bags, strict=True)]
+        tokens = self.look_up("features", asked)
         if self.numeric is not None:
             tokens.append(self.numeric(batch.dense).float())
         return torch.stack(tokens, 1)
 
     def events(self, ids: Tensor) -> Tensor:
         """Return the sum of an event's field embeddings: [T, event fields] -> [T, d], FP32."""
-        parts = [self.tables[field.table](ids[:, i]) for i, field in enumerate(self.features.events)]
-        return torch.stack(parts).sum(0)
+        asked = [("tables", field.table, ids[:, i]) for i, field in enumerate(self.features.events)]
+        return torch.stack(self.look_up("events", asked)).sum(0)
+
+    def look_up(self, what: str, asked: Sequence[tuple[str, str, Tensor]]) -> list[Tensor]:
+        """Return the rows [n, d] of each of ``asked``, all at once.
+
+        Args:
+            what: tells the calls of one step apart.
+            asked: ``tables`` or ``bags``, the name in there, and ids: [n], or of a bag [n, width].
+        """
+        return [(self.tables if kind == "tables" else self.bags)[name](ids) for kind, name, ids in asked]
 
 
 class EventEncoder(nn.Module):

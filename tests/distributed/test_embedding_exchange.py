@@ -1,0 +1,162 @@
+"""Embedding rows quantized on their way between ranks against one process with the same formats: the same bits."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from narrowgate.models import GemTask
+from narrowgate.models.embedding_exchange import Wire, place_tables, shard_tables
+from narrowgate.precision import quantize
+from narrowgate.precision.errors import NarrowgateError
+
+SCRIPT = Path(__file__).with_name("exchange.py")
+CASES = ("fp32", "bf16", "fp8", "fp8_both", "fp8_random")
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    """The script as a module, for the same cases in this process."""
+    spec = importlib.util.spec_from_file_location("narrowgate_embedding_exchange", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of two ranks found."""
+    if not torch.distributed.is_available():
+        pytest.skip("this PyTorch has no torch.distributed")
+    folder = tmp_path_factory.mktemp("exchange")
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    environment = {"GLOO_SOCKET_IFNAME": loopback, **os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(SCRIPT), str(folder)]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Bit for bit, where NaN counts as itself."""
+    return torch.equal(a.nan_to_num(12345.0), b.nan_to_num(12345.0))
+
+
+@pytest.mark.parametrize("case", [*CASES, "alone"])
+def test_rows_and_gradients_are_those_of_one_process(ranks: list[Any], script: ModuleType, case: str) -> None:
+    requests = script.ALONE if case == "alone" else script.REQUESTS
+    expected = script.exchange(script.FORMATS["fp8_both" if case == "alone" else case], requests)
+    for step in range(script.STEPS):
+        for i, rows in enumerate(expected["rows"][step]):
+            assert same(torch.cat([found[case]["rows"][step][i] for found in ranks]), rows), i
+        for name, gradient in expected["gradients"][step].items():
+            owner = ranks[ranks[0][case]["owners"][name]]
+            assert same(owner[case]["gradients"][step][name], gradient), name
+            assert gradient.any()
+
+
+def test_each_table_lies_on_one_rank_and_a_rank_may_have_none(ranks: list[Any]) -> None:
+    assert ranks[0]["fp8"]["owners"] == ranks[1]["fp8"]["owners"] == {"item": 0, "tags": 1, "user": 1}
+    assert [list(found["fp8"]["gradients"][0]) for found in ranks] == [["item"], ["user", "tags"]]
+    assert [list(found["alone"]["gradients"][0]) for found in ranks] == [["item"], []]
+
+
+def test_what_arrives_is_what_was_quantized(script: ModuleType) -> None:
+    """Against the numerics themselves, not against this exchange in one process."""
+    found, tables = script.exchange(script.FORMATS["fp8"]), script.tables()
+    for i, (name, _, _) in enumerate(script.REQUESTS):
+        rows = tables[name](torch.cat(script.ids(i, script.REQUESTS, 0))).detach()
+        assert same(found["rows"][0][i], quantize(rows, "fp8_e4m3/row", dim=1).dequantize())
+    wanted = torch.zeros(script.SIZES["user"], script.WIDTH)
+    gradient = quantize(script.gradient(1, 10, 0) / 2, "bf16").dequantize()
+    wanted.index_add_(0, torch.cat(script.ids(1, script.REQUESTS, 0)), gradient)
+    assert torch.equal(found["gradients"][0]["user"], wanted)
+
+
+def test_random_bits_change_from_step_to_step_and_with_the_lookup(script: ModuleType) -> None:
+    formats = ("fp32", "fp8_e5m2/row+sr")
+    sender = script.EmbeddingExchange({"a": 0}, 16, forward=formats[0], backward=formats[1])
+    table = torch.nn.Embedding(4, 16)
+    upstream = torch.linspace(0.1, 1.7, 64).view(4, 16)
+    drawn = []
+    for what in ("features", "features", "events"):
+        table.zero_grad()
+        (rows,) = sender.look_up(what, [("a", torch.arange(4))], {"a": table}, torch.zeros(0, requires_grad=True))
+        rows.backward(upstream)
+        assert table.weight.grad is not None
+        drawn.append(table.weight.grad.clone())
+    assert len({tuple(x.flatten().tolist()) for x in drawn}) == 3
+    with torch.no_grad():
+        sender.look_up("features", [("a", torch.arange(4))], {"a": table}, torch.zeros(0))
+    assert sender.draws == {"features": 2, "events": 1}
+
+
+def test_a_nan_takes_its_own_row_with_it_and_no_other(ranks: list[Any]) -> None:
+    lost = [found["fp8"]["rows"][0][1].isnan().all(1).tolist() for found in ranks]
+    assert not any(lost[0])
+    assert lost[1][0]
+    assert sum(lost[1]) == int(ranks[1]["fp8"]["rows"][0][1].isnan().any(1).sum())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_codes_and_scales_are_all_that_travels(ranks: list[Any], script: ModuleType, case: str) -> None:
+    ahead, back = (Wire(spec, "x").row_bytes(script.WIDTH) for spec in script.FORMATS[case])
+    size = {"fp32": 4 * script.WIDTH, "bf16": 2 * script.WIDTH}
+    assert (ahead, back) == tuple(size.get(spec.split("+")[0], script.WIDTH + 4) for spec in script.FORMATS[case])
+    for rank, found in enumerate(ranks):
+        wire, owners = found[case]["wire"], found[case]["owners"]
+        # A rank hands over the rows it owns, of all who ask, and the gradients of all that it asked for.
+        gave = sum(sum(counts) for name, _, counts in script.REQUESTS if owners[name] == rank)
+        asked = sum(counts[rank] for _, _, counts in script.REQUESTS)
+        ids = sum(counts[rank] * max(bag, 1) for _, bag, counts in script.REQUESTS)
+        assert wire["bytes"] == gave * ahead + asked * back
+        assert wire["all_to_all"] == wire["bytes"] + 8 * ids
+        assert wire["calls"] == {"all_gather": 1, "all_to_all": 3}
+
+
+def test_fp8_is_less_than_a_third_of_fp32_on_the_wire(ranks: list[Any]) -> None:
+    assert ranks[0]["fp8_both"]["wire"]["bytes"] < ranks[0]["fp32"]["wire"]["bytes"] / 3
+
+
+def test_a_sharded_model_trains_as_the_whole_one(ranks: list[Any], script: ModuleType) -> None:
+    whole = script.train(None)
+    for case, tolerance in (("fp32", 1e-5), ("fp8_both", 2e-2)):
+        first, second = (found["trained"][case] for found in ranks)
+        assert first["losses"] == second["losses"]
+        assert first["losses"] == pytest.approx(whole["losses"], rel=tolerance)
+    first, second = (found["trained"]["fp32"] for found in ranks)
+    assert first["missing"] | second["missing"] == set(first["ignored"]) | set(second["ignored"])
+    assert not first["missing"] & second["missing"]
+    together = first["state"] | second["state"]
+    assert together.keys() == whole["state"].keys()
+    for name, value in whole["state"].items():
+        torch.testing.assert_close(together[name], value, rtol=1e-4, atol=1e-5)
+
+
+def test_tables_go_where_least_lies() -> None:
+    assert place_tables({"a": 5, "b": 9, "c": 4, "d": 4, "e": 1}, 2) == {"b": 0, "a": 1, "c": 1, "d": 0, "e": 1}
+    assert set(place_tables({"a": 5, "b": 9}, 1).values()) == {0}
+
+
+@pytest.mark.parametrize("spec", ["fp8_e4m3", "fp8_e4m3/1x128", "nvfp4", "mxfp8", "fp6_e2m3/row",
+                                  "fp8_e4m3/row+clip(rms=8)"])  # fmt: skip
+def test_formats_that_cannot_travel_are_named(script: ModuleType, spec: str) -> None:
+    model = GemTask.open(script.PRESET, "synthetic").build_model()
+    with pytest.raises(NarrowgateError, match=r"forward: found '.*', expected fp32, bf16, or fp8_e4m3 or fp8_e5m2"):
+        shard_tables(model, forward=spec)
+
+
+def test_tables_are_sharded_once(script: ModuleType) -> None:
+    model = GemTask.open(script.PRESET, "synthetic").build_model()
+    shard_tables(model)
+    with pytest.raises(NarrowgateError, match="sharded already"):
+        shard_tables(model)
