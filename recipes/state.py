@@ -20,9 +20,9 @@ _VERSION = 1
 def recipe_state(model: nn.Module) -> dict[str, Any]:
     """Return the state of the recipes on ``model``: tensors and plain values only.
 
-    Keys: ``version``; ``recipes``, the hash of each applied recipe by the name of its module; ``layers``, the
-    tensors of each low-precision layer by its name; ``reductions``, by the name of each recipe's module whose gradients
-    are reduced in low precision.
+    Keys: ``version``; ``recipes`` and ``names``, the hash and the name of each applied recipe by the name of its
+    module; ``layers``, the tensors of each low-precision layer by its name; ``reductions``, by the name of each
+    recipe's module whose gradients are reduced in low precision.
 
     Raises:
         NarrowgateError: no recipe is applied.
@@ -33,6 +33,7 @@ def recipe_state(model: nn.Module) -> dict[str, Any]:
     return {
         "version": _VERSION,
         "recipes": {name: recipe.hash for name, recipe in applied.items()},
+        "names": {name: recipe.name for name, recipe in applied.items()},
         "layers": {name: layer_state(module).state_dict() for name, module in _layers(model).items()},
         "reductions": {name: reduction.state_dict() for name, reduction in _reductions(model).items()},
     }
@@ -41,7 +42,7 @@ def recipe_state(model: nn.Module) -> dict[str, Any]:
 def load_recipe_state(model: nn.Module, state: dict[str, Any]) -> None:
     """Restore what :func:`recipe_state` returned into a model that carries the same recipe.
 
-    Another recipe's hash warns and goes on, as long as the layers are the same.
+    Another recipe's hash warns once, naming both, and goes on as long as the layers are the same.
 
     Raises:
         NarrowgateError: not such a state, or its low-precision layers are not those of ``model``.
@@ -58,10 +59,11 @@ def load_recipe_state(model: nn.Module, state: dict[str, Any]) -> None:
     for name in layers:
         if name not in saved:
             raise NarrowgateError(f"found no state of low-precision layer '{name}', expected it")
-    here = {name: recipe.hash for name, recipe in applied_recipes(model).items()}
-    if here != state["recipes"]:
-        text = f"recipe state was saved under recipe {_hashes(state['recipes'])}, this model carries {_hashes(here)}"
-        warnings.warn(text, stacklevel=2)
+    here = applied_recipes(model)
+    if {name: recipe.hash for name, recipe in here.items()} != state["recipes"]:
+        there = _told({name: (hash_, state.get("names", {}).get(name)) for name, hash_ in state["recipes"].items()})
+        ours = _told({name: (recipe.hash, recipe.name) for name, recipe in here.items()})
+        warnings.warn(f"recipe state was saved under recipe {there}, this model carries {ours}", stacklevel=2)
     for name, module in layers.items():
         layer_state(module).load_state_dict(saved[name])
     reductions = state.get("reductions", {})
@@ -71,7 +73,11 @@ def load_recipe_state(model: nn.Module, state: dict[str, Any]) -> None:
 
 
 class RecipeState:
-    """A model's recipe state as a ``Stateful`` of ``torch.distributed.checkpoint``."""
+    """A model's recipe state as a ``Stateful`` of ``torch.distributed.checkpoint``, on any number of ranks.
+
+    Its tensors are no shards, so a checkpoint holds one rank's: amax histories that are each rank's own come back as
+    that one's. :func:`narrowgate.precision.share_amaxes` makes them alike on all ranks, and resuming exact.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         """Stand for the recipe state of ``model``, which carries a recipe."""
@@ -95,5 +101,9 @@ def _reductions(model: nn.Module) -> dict[str, GradientReduction]:
     return {name: reduction for name, reduction in found if reduction is not None}
 
 
-def _hashes(recipes: dict[str, str]) -> str:
-    return ", ".join(f"{value[:12]}{f' on {name!r}' if name else ''}" for name, value in recipes.items()) or "none"
+def _told(recipes: dict[str, tuple[str, str | None]]) -> str:
+    """Recipes as text, by the name of their module: name and hash."""
+    return ", ".join(
+        (f"'{own}' ({hash_[:12]})" if own else hash_[:12]) + (f" on '{name}'" if name else "")
+        for name, (hash_, own) in recipes.items()
+    ) or "none"  # fmt: skip

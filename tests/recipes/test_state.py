@@ -46,11 +46,25 @@ def test_recipe_state_is_never_in_the_models_state_dict(tower, stochastic):
     assert list(tower.state_dict()) == keys
 
 
-def test_another_recipes_hash_warns(make_tower, stochastic):
+def test_another_recipe_warns_once_with_both_names_and_hashes(make_tower, stochastic):
+    other = Recipe(name="other", rules=[Rule(layers="interaction.*", all="fp8_e5m2+sr")])
     a, b = make_tower(), make_tower()
     apply_recipe(a, stochastic)
-    apply_recipe(b, Recipe(name="r", rules=[Rule(layers="interaction.*", all="fp8_e5m2+sr")]))
-    with pytest.warns(UserWarning, match="saved under recipe"):
+    apply_recipe(b, other)
+    with pytest.warns(UserWarning, match="saved under recipe") as caught:
+        load_recipe_state(b, recipe_state(a))
+    assert [str(warning.message) for warning in caught] == [
+        f"recipe state was saved under recipe 'r' ({stochastic.hash()[:12]}), "
+        f"this model carries 'other' ({other.hash()[:12]})"
+    ]
+
+
+def test_recipes_of_parts_are_told_by_the_name_of_their_part(make_tower):
+    a, b = make_tower(), make_tower()
+    for model, name, spec in ((a, "a", "fp8_e4m3"), (b, "b", "fp8_e5m2")):
+        apply_recipe(model.interaction, Recipe(name=name, rules=[Rule(layers="1", all=spec)]))
+    told = r"'a' \(\w{12}\) on 'interaction', this model carries 'b' \(\w{12}\) on 'interaction'"
+    with pytest.warns(UserWarning, match=told):
         load_recipe_state(b, recipe_state(a))
 
 
