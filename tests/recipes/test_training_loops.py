@@ -167,3 +167,33 @@ def test_hooks_added_after_applying_see_the_low_precision_output(tower, inner, i
     assert isinstance(tower.interaction[0], LowPrecisionLayer)
     assert torch.equal(tower.interaction[0](x), y)
     assert resolve("bf16", tower).layers[0].type == "Linear"
+
+
+def test_weights_kept_between_micro_batches_train_the_same_and_refresh_sees_what_nothing_else_can(
+    tower, make_tower, inner, ids, monkeypatch
+):
+    from narrowgate.precision import casting
+    from narrowgate.precision.layer import layer_state
+
+    twin = make_tower()
+    twin.load_state_dict(tower.state_dict())
+    results = []
+    for model, keep in ((tower, False), (twin, True)):
+        plan = apply_recipe(model, inner)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        with monkeypatch.context() as patch:
+            patch.setattr(casting, "kernels_on_cpu", lambda: True)  # a CPU has no cast to save
+            assert plan.wrap_optimizer(optimizer, keep_weights=keep) is optimizer
+        assert (layer_state(model.interaction[0]).kept is not None) == keep
+        for _ in range(2):
+            for _ in range(2):
+                model(ids).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        before = model(ids)
+        model.interaction[0].weight.data.mul_(0.5)
+        plan.refresh()
+        after = model(ids)
+        assert not torch.equal(before, after)
+        results.append(after)
+    assert torch.equal(*results)
