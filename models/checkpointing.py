@@ -22,7 +22,7 @@ _aten: Any = torch.ops.aten
 #: What ``pointwise`` keeps: the products, which cost most to repeat.
 _PRODUCTS = [
     _aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default, _aten._scaled_mm.default,
-    OPERATOR,
+    _aten._grouped_mm.default, _aten._scaled_grouped_mm.default, OPERATOR,
 ]  # fmt: skip
 
 

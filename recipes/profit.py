@@ -58,7 +58,7 @@ def price_plan(
             if reason is not None and not layer.config.high_precision:
                 support = dict.fromkeys(PATHS, _NATIVE)
                 price = _price(layer, _BF16, known, rates)
-                layers[i] = replace(layer, config=_BF16, support=support, price=price, kept=reason)
+                layers[i] = replace(layer, config=_BF16, support=support, price=price, kept=reason, in_turns=None)
             else:
                 layers[i] = replace(layer, price=prices[i])
     losing = [_warning(plan, layer) for layer in layers if isinstance(layer.price, LayerPrice) and not layer.pays]

@@ -120,6 +120,7 @@ def _notes(plan: Plan) -> list[str]:
     shares = ", ".join(f"{pair} {share:.1%}" for pair, share in plan.flops_share().items())
     notes = [f"GEMM FLOPs{'' if plan.weighted else ' per row'}: {shares or 'none'}", *_prices(plan)]
     notes += [f"{_EMULATED} emulated: {reason}" for reason in plan.emulated_reasons()]
+    notes += _in_turns(plan)
     padded = plan.padded()
     if padded:
         first = padded[0].name or "(root)"
@@ -142,6 +143,15 @@ def _notes(plan: Plan) -> list[str]:
     notes += [f"not reachable: {e.name or '(root)'} ({e.type}): {e.reason}" for e in plan.unreachable]
     notes += [str(warning) for warning in plan.warnings]
     return notes
+
+
+def _in_turns(plan: Plan) -> list[str]:
+    """Return why experts multiply one after another, one line a reason with how many layers it concerns."""
+    layers: dict[str, list[str]] = {}
+    for layer in plan.layers:
+        if layer.in_turns is not None:
+            layers.setdefault(layer.in_turns, []).append(layer.name or "(root)")
+    return [f"one expert after another: {reason} ({_layers(len(n))}, first {n[0]})" for reason, n in layers.items()]
 
 
 def _prices(plan: Plan) -> list[str]:

@@ -15,10 +15,11 @@ import numpy as np
 from torch import nn
 
 from ..precision.backends import Backend, get_backend
-from ..precision.capability import Device, Support, current_device
+from ..precision.capability import Device, Support, current_device, grouped_obstacle
 from ..precision.config import OPERANDS, GemmConfig, LinearConfig
 from ..precision.errors import did_you_mean
 from ..precision.gathered import serves
+from ..precision.grouped import GroupedLinear
 from ..precision.matmul import matmul_support
 from ..precision.spec import Spec
 from .errors import Diagnostic, RecipeError, found
@@ -115,6 +116,7 @@ class _Resolution:
                 origin=combinations[key].origin,
                 support=_product_support(combinations[key].config) if target.kind == "product" else support[key],
                 kind=target.kind,
+                in_turns=_in_turns(target, combinations[key].config, device),
             )
             for target, key in zip(self.targets, keys, strict=True)
         )
@@ -338,6 +340,12 @@ def _support(config: LinearConfig, device: Device, backend: Backend) -> Mapping[
 
 def _product_support(config: LinearConfig) -> Mapping[str, Support]:
     return {path: matmul_support(gemm) for path, gemm in config.gemms()}
+
+
+def _in_turns(target: Target, config: LinearConfig, device: Device) -> str | None:
+    if not isinstance(target.module, GroupedLinear) or config.high_precision:
+        return None
+    return grouped_obstacle(config, device, target.module.experts)
 
 
 def _device_of(model: nn.Module) -> Device:

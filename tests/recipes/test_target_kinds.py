@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from narrowgate.precision import GroupedLinear, MatMul
+from narrowgate.precision import NAMED_DEVICES, GroupedLinear, MatMul
 from narrowgate.precision.errors import NarrowgateError
 from narrowgate.precision.layer import LowPrecisionLayer
 from narrowgate.recipes import (
@@ -78,6 +78,28 @@ def test_the_plan_names_every_kind_of_target_and_what_is_emulated(model):
     assert not plan.unreachable
     assert any("no batched low-precision product is wired up" in reason for reason in plan.emulated_reasons())
     assert " - " in plan.to_text()
+
+
+def test_the_plan_says_which_experts_multiply_in_one_grouped_gemm_and_why_others_do_not(model):
+    row, e5m2 = "fp8_e4m3/row", {"grad": "fp8_e5m2/row", "weight": "fp8_e4m3/row"}
+    grouped = recipe(Rule(layers="experts", all=row))
+    in_turns = recipe(Rule(layers="experts", all=row, dgrad=e5m2))
+    h200, b200 = NAMED_DEVICES["h200"], NAMED_DEVICES["b200"]
+    plan = resolve(grouped, model, device=h200)
+    assert plan.native
+    assert plan.layers[3].in_turns is None
+    assert "one expert after another" not in plan.to_text()
+    plan = resolve(in_turns, model, device=h200)
+    assert plan.native  # each expert's product is; only not all of them in one launch
+    reason = "dgrad: the grouped GEMM multiplies E4M3 by E4M3, not fp8_e5m2"
+    assert f"one expert after another: {reason} (1 layer, first experts)" in plan.to_text()
+    assert [layer["in_turns"] for layer in plan.to_dict()["layers"]] == [None, None, None, reason, None]
+    plan = resolve(grouped, model, device=b200)
+    assert "Hopper only, not on NVIDIA B200" in plan.to_text()
+    plan = resolve(grouped, model, device=NAMED_DEVICES["cpu"])
+    assert not plan.layers[3].support["fprop"].native
+    assert plan.layers[3].in_turns == "cpu has no grouped GEMM"
+    assert resolve(recipe(), model).layers[3].in_turns is None  # BF16 is no recipe's business
 
 
 def test_every_kind_trains_evaluates_and_comes_back(model, x):
