@@ -280,11 +280,17 @@ class Plan:
         total = sum(flops.values())
         return {pair: count / total for pair, count in flops.most_common()} if total else {}
 
-    def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
+    def wrap_optimizer(self, optimizer: Optimizer, *, keep_weights: bool = False) -> Optimizer:
         """Make ``optimizer`` keep its state as the recipe says, in place, and return it; FP32 state stays as it is.
 
         See :func:`narrowgate.precision.lower_state`. Call it after ``fully_shard``, before a learning-rate scheduler
         is built and before ``torch.distributed.checkpoint`` asks for the state.
+
+        Args:
+            optimizer: a ``torch.optim.Optimizer`` over the model's Parameters.
+            keep_weights: quantize each weight that it steps once a step, for all micro-batches and recomputed forwards,
+                instead of at each use: worth it where a step has several. Costs up to two bytes an element of the
+                weights between forwards. See :func:`narrowgate.precision.linear.keep_weight_codes`.
 
         Raises:
             NotBuiltError: the recipe wants a format that is not built for optimizer state.
@@ -296,6 +302,10 @@ class Plan:
             from ..precision.optimizer_state import lower_state
 
             lower_state(optimizer, state, names=self._parameter_names(), seed=self.seed)
+        if keep_weights:
+            from ..precision.linear import keep_weight_codes
+
+            keep_weight_codes(p for group in optimizer.param_groups for p in group["params"])
         return optimizer
 
     def _parameter_names(self) -> dict[Tensor, str]:
@@ -307,10 +317,14 @@ class Plan:
         return {parameter: name for name, parameter in named_parameters(model)}
 
     def refresh(self) -> None:
-        """Make low-precision weights current after writes that nobody announced, for example in a CUDA graph.
+        """Quantize weights anew at their next use, after writes that nothing could see: through ``weight.data``.
 
-        Weights are quantized from their master at each use, so there is nothing that could be stale.
+        Only weights that ``wrap_optimizer(..., keep_weights=True)`` keeps need it; all others are quantized at each
+        use, and every use that a CUDA graph captured quantizes too.
         """
+        from ..precision.layer import forget_weight_codes
+
+        forget_weight_codes()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as JSON-ready data."""
