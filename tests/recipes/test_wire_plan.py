@@ -201,8 +201,8 @@ def test_shards_that_cannot_run_are_refused_like_applying_them() -> None:
     model = tower()
     with pytest.raises(RecipeError, match=r"shards\.all_gather"):
         predict_wire(model, planned(model, "fp8_e4m3+delayed(4)", requantize=True), Layout(4, 4), LINKS)
-    block = model.blocks[0]
-    assert isinstance(block, nn.Sequential)
-    model.table.weight = block[0].weight
+    linear = model.get_submodule("blocks.0.0")
+    assert isinstance(linear, nn.Linear)
+    model.table.weight = linear.weight
     with pytest.raises(NotBuiltError, match=r"its weight is 'table\.weight' too"):
         predict_wire(model, planned(model), Layout(4, 4), LINKS)

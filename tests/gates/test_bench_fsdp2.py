@@ -1,0 +1,151 @@
+"""The FSDP2 benchmark at toy size over Gloo: two ranks, the whole script. No time means anything here."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from narrowgate.gates.bench.fsdp2_arms import VARIANTS, ShardedArm, pick_groups, recipe, tower
+from narrowgate.precision.errors import NarrowgateError
+from narrowgate.recipes import resolve
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_fsdp2"
+CPU = torch.device("cpu")
+DRY = ("--device", "cpu", "--tiny", "--case", "tower-1b", "--variants", "fp8_128x128", "--arms", "narrowgate")
+
+
+def start(rank: int | None, *arguments: str, port: int = 0) -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    if sys.platform == "darwin":
+        environment["GLOO_SOCKET_IFNAME"] = "lo0"
+    environment.pop("WORLD_SIZE", None)
+    if rank is not None:
+        job = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        environment |= {name: str(value) for name, value in job.items()}
+    return subprocess.Popen(
+        [sys.executable, str(SCRIPT), *arguments],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def dry(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The document that two ranks wrote."""
+    if not torch.distributed.is_available():
+        pytest.skip("this PyTorch has no torch.distributed")
+    out = tmp_path_factory.mktemp("bench") / "dry.json"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks = [start(rank, *DRY, "--rounds", "2", "--out", str(out), port=port) for rank in range(2)]
+    try:
+        told = [rank.communicate(timeout=150) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], told[0][1][-4000:]
+    assert "dry run" in told[0][0]
+    assert told[1][0] == ""  # one rank tells
+    return json.loads(out.read_text())
+
+
+def test_a_dry_run_has_the_rows_of_a_benchmark_and_claims_nothing(dry: dict[str, Any]) -> None:
+    assert (dry["name"], dry["dry_run"], dry["gpus"], dry["faults"]) == ("fsdp2", True, 2, [])
+    assert dry["command"].startswith("torchrun --standalone --nproc-per-node 2 scripts/bench_fsdp2 --device cpu --tiny")
+    steps = [row for row in dry["rows"] if not row["case"].startswith("gather")]
+    assert [(row["arm"], row["variant"]) for row in steps] == [
+        ("bf16", "bf16"),
+        ("narrowgate", "fp8_128x128"),
+        ("narrowgate", "fp8_128x128, bf16 payload"),
+    ]
+    for row in dry["rows"]:
+        assert row["dry_run"]
+        assert row["ms"] > 0
+    for row in steps:
+        assert row["ratio"] is row["ci"] is None
+        assert row["exposed_ms"] == pytest.approx(row["ms"] - row["local_ms"], abs=1e-3)
+
+
+def test_counted_bytes_are_the_planned_ones_and_codes_halve_the_gathers(dry: dict[str, Any]) -> None:
+    steps = {row["variant"]: row for row in dry["rows"] if row["arm"] in ("bf16", "narrowgate")}
+    assert all(row["bytes"] == row["planned_bytes"] for row in steps.values())
+    coded, plain = steps["fp8_128x128"]["bytes"], steps["fp8_128x128, bf16 payload"]["bytes"]
+    assert plain == steps["bf16"]["bytes"]
+    assert coded["reduce_scatter"] == plain["reduce_scatter"]
+    assert 0.5 < coded["all_gather"] / plain["all_gather"] < 0.51  # the norms stay BF16
+
+
+def test_the_same_products_see_the_same_weights_whatever_travelled(dry: dict[str, Any]) -> None:
+    """128x128 codes of the FP32 master and of its BF16 rounding differ a little, and their losses with them."""
+    losses = {row["variant"]: row["loss"] for row in dry["rows"] if "loss" in row}
+    assert losses["fp8_128x128"] == pytest.approx(losses["fp8_128x128, bf16 payload"], rel=0.05)
+    assert losses["fp8_128x128"] != losses["bf16"]
+
+
+def test_gathers_alone_say_what_they_carry(dry: dict[str, Any]) -> None:
+    gathers = {row["variant"]: row for row in dry["rows"] if row["case"].startswith("gather")}
+    assert gathers["bf16"]["bytes"] == 2 * gathers["fp8"]["bytes"] == 4096
+    assert all(row["gemm_slowdown"] > 0 for row in gathers.values())
+
+
+@pytest.mark.parametrize(
+    ("rank", "arguments", "message"),
+    [
+        (None, DRY, "found no job, expected torchrun --standalone --nproc-per-node 2 scripts/bench_fsdp2"),
+        (0, ("--device", "cpu", "--out", "x"), "a CPU measures nothing: expected --tiny"),
+    ],
+)
+def test_what_cannot_run_is_one_line(rank: int | None, arguments: tuple[str, ...], message: str) -> None:
+    asked = start(rank, *arguments, *(("--out", "x") if "--out" not in arguments else ()))
+    out, err = asked.communicate(timeout=60)
+    assert (asked.returncode, out) == (2, "")
+    assert message in err
+    assert len(err.splitlines()) == 1
+
+
+def test_every_fp8_payload_has_its_twin_and_torchao_one() -> None:
+    groups = pick_groups(list(VARIANTS), ["narrowgate", "torchao"])
+    assert [(coded.name, twin.name) for coded, twin in groups] == [
+        ("narrowgate fp8_tensor", "narrowgate fp8_tensor, bf16 payload"),
+        ("narrowgate fp8_row", "narrowgate fp8_row, bf16 payload"),
+        ("narrowgate fp8_128x128", "narrowgate fp8_128x128, bf16 payload"),
+        ("torchao fp8_tensor", "torchao fp8_tensor, bf16 payload"),
+    ]
+    with pytest.raises(NarrowgateError, match="--variants: found 'fp8_rows'; did you mean 'fp8_row'"):
+        pick_groups(["fp8_rows"], ["narrowgate"])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_twins_multiply_alike_and_only_one_gathers_codes(variant: str) -> None:
+    case = tower("t", (8, 64, 128, 1), CPU, 0)
+    plans = [resolve(recipe(variant, case.where, coded=coded), case.shape()) for coded in (True, False)]
+    assert [layer.config for layer in plans[0].layers] == [layer.config for layer in plans[1].layers]
+    assert [len(plan.gathered) for plan in plans] == [2, 0]
+    assert ShardedArm("narrowgate", variant, coded=True).prepare(case.build(), case.where, CPU) is not None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_measure_what_a_payload_saves(tmp_path: Path) -> None:
+    """The commands of the script's head with a small tower: rows with times, ratios and bounds."""
+    out = tmp_path / "fsdp2.json"
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT),
+         "--tower", "512", "1024", "2048", "2", "--variants", "fp8_tensor", "--rounds", "3", "--steps", "3",
+         "--gather", str(1 << 20), "--out", str(out)],
+        capture_output=True, text=True, timeout=280, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    steps = [row for row in json.loads(out.read_text())["rows"] if not row["case"].startswith("gather")]
+    assert all(row["ratio"] > 0 and row["ci"][0] <= row["ratio"] <= row["ci"][1] for row in steps)
+    assert any(row.get("ratio_to_bf16_payload") for row in steps)
