@@ -41,6 +41,9 @@ def comparison_text(found: Comparison, a: str, b: str) -> str:
         name = " ".join(part for part in (pair.name, pair.task, pair.slice) if part is not None)
         rows.append([name, *_cells(pair.a), *_cells(pair.b), pair.intervals or "-"])
     parts.append(_table(rows))
+    if found.modules:
+        speedups = [[m.name, *("-" if x is None else f"{x:.4f}x" for x in (m.a, m.b))] for m in found.modules]
+        parts.append(_section("Speedups of modules alone", speedups))
     parts.append(
         "Recipes: the same." if found.same_recipe else _section("Recipes differ", [_cells_of(d) for d in found.recipe])
     )

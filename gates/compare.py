@@ -38,6 +38,15 @@ class GatePair:
 
 
 @dataclass(frozen=True)
+class ModulePair:
+    """The speedup of one module alone in both reports; None where a report did not time it."""
+
+    name: str
+    a: float | None
+    b: float | None
+
+
+@dataclass(frozen=True)
 class LayerChange:
     """Layers whose plans differ in the same way: what one operand of one path is given."""
 
@@ -64,6 +73,8 @@ class Comparison:
     environment: tuple[Difference, ...]
     #: Why the gates of the two are not to be compared number by number; empty where they are.
     warnings: tuple[str, ...] = field(default=())
+    #: Modules that a report timed alone, the heaviest of the first report first.
+    modules: tuple[ModulePair, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the comparison as data for JSON."""
@@ -98,6 +109,7 @@ def compare(a: Report, b: Report) -> Comparison:
         task=tuple(task),
         environment=tuple(environment),
         warnings=tuple(_warnings(task, environment)),
+        modules=tuple(_modules(a, b)),
     )
 
 
@@ -121,6 +133,14 @@ def _gates(a: Report, b: Report) -> list[GatePair]:
         for gate in report.gates:
             found.setdefault((gate.name, gate.task, gate.slice), [None, None])[side] = gate
     return [GatePair(*key, own, other, _intervals(own, other)) for key, (own, other) in found.items()]
+
+
+def _modules(a: Report, b: Report) -> list[ModulePair]:
+    own, other = (
+        {module["name"]: module["speedup"] for module in report.evidence.module.results.get("modules", ())}
+        for report in (a, b)
+    )
+    return [ModulePair(name, own.get(name), other.get(name)) for name in dict.fromkeys((*own, *other))]
 
 
 def _intervals(a: Gate | None, b: Gate | None) -> str | None:

@@ -23,7 +23,12 @@ _WORDS = {"pass": "pass", "fail": "FAIL", "undecided": "undecided"}
 def render_report(report: Report) -> str:
     """Return ``report.md``: verdict first, then gates, seeds, plan and environment, within a step summary's limit."""
     text = _template("report.md.jinja").render(
-        r=report, gates=[gate_row(g) for g in report.gates], quality=quality_lines(report), value=_value
+        r=report,
+        gates=[gate_row(g) for g in report.gates],
+        quality=quality_lines(report),
+        speed=speed_lines(report),
+        modules=module_rows(report),
+        value=_value,
     )
     return fit(text, "report.json")
 
@@ -71,7 +76,7 @@ def terminal_text(report: Report) -> str:
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
     table = "\n".join("  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows)
     reasons = "\n".join(f"  - {reason.text}" for reason in report.reasons)
-    quality = "\n".join(f"  {line}" for line in quality_lines(report))
+    quality = "\n".join(f"  {line}" for line in (*quality_lines(report), *speed_lines(report)))
     baseline = report.evidence.quality.baseline
     return (
         f"{report.verdict.upper()}: {report.recipe.name}\n{reasons}\n\n{table}\n\n{quality}\n"
@@ -96,6 +101,47 @@ def quality_lines(report: Report) -> list[str]:
             f" of {reuse.trainings // 2} each"
         )
     return [*lines, *(reuse.notes if reuse is not None else ())]
+
+
+def speed_lines(report: Report) -> list[str]:
+    """Return what casting takes of the step, and which modules were left out; empty where neither is known."""
+    lines = []
+    casting = report.evidence.step.results.get("casting_overhead")
+    if casting is not None:
+        lines.append(
+            f"casting overhead: at most {100 * casting['share']:.1f} % of the candidate's step"
+            f" ({casting['ms']:.3f} ms, fused kernels counted whole; the bar is {100 * casting['bar']:g} %)"
+        )
+    results = report.evidence.module.results
+    left = results.get("left_out")
+    if left:
+        share = 100 * (1 - results["covered"])
+        named = ", ".join(f"{region['name']} ({100 * region['share']:.1f} %: {region['why']})" for region in left)
+        lines.append(f"modules not timed, {share:.1f} % of the lowered modules' FLOPs: {named}")
+    return lines
+
+
+#: Heads of the columns of :func:`module_rows`.
+MODULE_HEAD = ("module", "type", "M x K x N", "calls", "FLOPs", "baseline", "candidate", "speedup [low estimate high]")
+
+
+def module_rows(report: Report) -> list[tuple[str, ...]]:
+    """Return every module's cells under :data:`MODULE_HEAD`, heaviest first, those left out with why; then the sum."""
+    results = report.evidence.module.results
+    rows = []
+    for region in (*results.get("modules", ()), *results.get("left_out", ())):
+        shapes = ", ".join(" x ".join(map(str, mkn)) for mkn in region["mkn"])
+        cells = (region["name"], region["type"], shapes, str(region["calls"]), f"{100 * region['share']:.1f} %")
+        rows.append((*cells, *(("-", "-", region["why"]) if "why" in region else _times(region))))
+    total = results.get("total")
+    if total is not None:
+        rows.append(("all, by calls", "", "", "", f"{100 * results['covered']:.1f} %", *_times(total)))
+    return rows
+
+
+def _times(found: dict[str, Any]) -> tuple[str, ...]:
+    bounds = "  ".join(f"{found[key]:.4f}x" for key in ("ci_low", "speedup", "ci_high"))
+    return f"{found['baseline_ms']:.4f} ms", f"{found['candidate_ms']:.4f} ms", f"[{bounds}]"
 
 
 def short_reason(report: Report) -> str:

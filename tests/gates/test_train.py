@@ -6,8 +6,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from narrowgate.gates import train
-from narrowgate.gates.batches import fingerprint, length, tensors, to_device, weights_fingerprint
+from narrowgate.gates import batches, train
+from narrowgate.gates.batches import (
+    fingerprint,
+    length,
+    mixed_words,
+    tensors,
+    to_device,
+    weights_fingerprint,
+)
 from narrowgate.gates.pairs import Pairing, combine, summarise
 from narrowgate.gates.policy import StabilityLimits
 from narrowgate.gates.stability import stability
@@ -166,6 +173,43 @@ def test_tensors_are_found_in_batches_of_any_shape() -> None:
     assert moved["r"].n == 4
     assert moved["s"] == "text"
     assert fingerprint(tensors(batch)) != fingerprint([torch.ones(1)])
+
+
+def test_what_a_gpu_hashes_tells_bits_places_and_ends_apart() -> None:
+    data = torch.randint(0, 256, (8 * 1000 + 5,), dtype=torch.uint8)
+    found = {bytes(mixed_words(data).tolist())}
+    assert found == {bytes(mixed_words(data.clone()).tolist())}
+    assert mixed_words(data).shape == (8 + 5,)
+    for at in (0, 7, 4001, 7999, 8004):
+        other = data.clone()
+        other[at] ^= 1
+        found.add(bytes(mixed_words(other).tolist()))
+    swapped = data.clone()
+    swapped[:8], swapped[80:88] = data[80:88], data[:8]
+    found |= {bytes(mixed_words(d).tolist()) for d in (swapped, torch.zeros(16, dtype=torch.uint8))}
+    found |= {bytes(mixed_words(torch.zeros(n, dtype=torch.uint8)).tolist()) for n in (0, 7, 24)}
+    assert len(found) == 1 + 5 + 2 + 3
+    storage = torch.cat([torch.zeros(3, dtype=torch.uint8), data])
+    assert torch.equal(mixed_words(storage[3:]), mixed_words(data)), "wherever it lies"
+
+
+def test_chunks_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = torch.randint(0, 256, (8 * 1000,), dtype=torch.uint8)
+    whole = mixed_words(data)
+    monkeypatch.setattr(batches, "_CHUNK", 7)
+    assert torch.equal(mixed_words(data), whole)
+
+
+@pytest.mark.gpu
+def test_a_gpu_hashes_as_a_cpu_would() -> None:
+    data = torch.randint(0, 256, (8 * 1000 + 3,), dtype=torch.uint8)
+    assert torch.equal(mixed_words(data.cuda()).cpu(), mixed_words(data))
+    linear = nn.Linear(16, 16).cuda()
+    before = weights_fingerprint(linear)
+    assert weights_fingerprint(linear) == before
+    with torch.no_grad():
+        linear.weight[3, 4] += 1
+    assert weights_fingerprint(linear) != before
 
 
 def test_lengths_are_known_where_batches_say_them() -> None:

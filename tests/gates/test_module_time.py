@@ -1,0 +1,389 @@
+"""Modules alone: how they are timed, what decides them, and who is named."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from narrowgate.gates.compare import compare
+from narrowgate.gates.decision import decide, decide_family
+from narrowgate.gates.html import render_html
+from narrowgate.gates.measurements import (
+    Clocks,
+    KernelClass,
+    ModuleLeft,
+    ModuleProduct,
+    ModuleRun,
+    ModuleTime,
+    Quartet,
+)
+from narrowgate.gates.module_sums import owners_of_loss, total_log_ratios
+from narrowgate.gates.module_time import time_regions
+from narrowgate.gates.policy import BUILTIN_POLICIES, SpeedPlan
+from narrowgate.gates.regions import Found, find_regions
+from narrowgate.gates.render import render_report, terminal_text
+from narrowgate.gates.report import Report, report_schema
+from narrowgate.gates.speed import BlockTime, StepFunction
+from narrowgate.recipes import apply_recipe
+from torch import nn
+
+STANDARD = BUILTIN_POLICIES["standard"]
+CPU = torch.device("cpu")
+NOISE = 0.002 * np.resize([1, -1], 20)
+
+
+class HostTimer:
+    """Times blocks by the host's clock; counts them, and can make time pass."""
+
+    def __init__(self, seconds_a_block: float = 0.0) -> None:
+        self.blocks, self.passes = 0, seconds_a_block
+
+    def block(self, step: StepFunction, steps: int) -> BlockTime:
+        self.blocks += 1
+        started = time.perf_counter()
+        for i in range(steps):
+            step(i)
+        ms = (time.perf_counter() - started) * 1000 / steps
+        return BlockTime(ms, ms)
+
+    def now(self) -> float:
+        return self.blocks * self.passes
+
+    def clocks(self) -> Clocks | None:
+        return None
+
+
+def run(
+    name: str, baseline: float, candidate: float, calls: int = 1, share: float = 1.0, noise: Sequence[float] = NOISE
+) -> ModuleRun:
+    quartets = tuple(
+        Quartet(
+            order="ABBA",
+            baseline_ms=(baseline * np.exp(x), baseline * np.exp(x)),
+            candidate_ms=(candidate, candidate),
+            baseline_host_ms=(0.1, 0.1),
+            candidate_host_ms=(0.3, 0.3),
+        )
+        for x in noise
+    )
+    products = (ModuleProduct(name=name, type="Linear", m=64, k=32, n=16),)
+    return ModuleRun(
+        products=products, around=("RMSNorm",), calls=calls, layers=(name,), share=share, quartets=quartets
+    )
+
+
+def left(name: str, share: float, why: str = "the budget of 60 s ended") -> ModuleLeft:
+    products = (ModuleProduct(name=name, type="Linear", m=64, k=32, n=16),)
+    return ModuleLeft(products=products, around=(), calls=1, layers=(name,), share=share, why=why)
+
+
+def timed(*modules: ModuleRun, left_out: Sequence[ModuleLeft] = ()) -> ModuleTime:
+    return ModuleTime(status="measured", modules=modules, left_out=tuple(left_out), seconds=12.0)
+
+
+@pytest.fixture
+def decided(measurements: Callable[..., Any]) -> Callable[..., Any]:
+    """Decide a run of good quality and a fast step whose modules are those given."""
+
+    def decide_modules(module_time: ModuleTime, **changes: Any) -> Any:
+        m = measurements([0.0] * 8, module_time=module_time, **changes)
+        decision = decide(m, STANDARD)
+        gate = next((g for g in decision.gates if g.name == "module_time"), None)
+        reasons = [r for r in decision.reasons if r.gate == "module_time"]
+        return decision, gate, reasons
+
+    return decide_modules
+
+
+def test_modules_that_gain_what_is_asked_pass_and_both_speed_gates_must(decided) -> None:
+    decision, gate, reasons = decided(timed(run("a", 3.0, 2.0)))
+    assert (decision.verdict, gate.status, reasons) == ("accept", "pass", [])
+    assert gate.measured == pytest.approx(1.5)
+    assert gate.ci_low < 1.5 < gate.ci_high
+    assert gate.threshold == STANDARD.min_speedup
+    assert [g.name for g in decision.gates][:2] == ["step_time", "module_time"]
+
+
+def test_the_sum_over_a_steps_calls_decides_not_the_best_module(decided) -> None:
+    modules = (run("fast", 3.0, 2.0, share=0.5), run("slow", 1.0, 1.4, calls=4, share=0.5))
+    decision, gate, (reason,) = decided(timed(*modules))
+    assert (decision.verdict, gate.status) == ("reject", "fail")
+    assert gate.measured == pytest.approx((3 + 4 * 1) / (2 + 4 * 1.4))
+    assert "below the 1.05x asked" in reason.text
+    assert reason.text.endswith("Most of it is lost in slow (1.000 to 1.400 ms at 64x32x16, 4 calls).")
+    ratios = total_log_ratios(modules)
+    expected = np.log(3 * np.exp(NOISE) + 4 * np.exp(NOISE)) - np.log(2 + 4 * 1.4)
+    np.testing.assert_allclose(ratios, expected, rtol=1e-12)
+
+
+def test_an_interval_that_holds_the_threshold_is_undecided_and_says_what_would_decide(decided) -> None:
+    noise = 0.05 * np.resize([1, -1], 20)
+    decision, gate, (reason,) = decided(timed(run("a", 1.06, 1.0, noise=noise)))
+    assert (decision.verdict, gate.status, reason.code) == ("inconclusive", "undecided", "module_interval")
+    assert "more quartets would decide it" in reason.text
+
+
+@pytest.mark.parametrize(
+    ("module_time", "changes", "code"),
+    [
+        (ModuleTime(status="no_gpu"), {}, "no_gpu"),
+        (ModuleTime(status="skipped"), {}, "speed_not_measured"),
+        (ModuleTime(status="nothing_lowered"), {}, "nothing_lowered"),
+        (ModuleTime(status="emulated"), {"emulated": ("mxfp4 on Hopper",)}, "emulated"),
+        # Times that were measured all the same say nothing where a format is emulated.
+        (timed(run("a", 3.0, 1.0)), {"emulated": ("mxfp4 on Hopper",)}, "emulated"),
+        (timed(run("a", 3.0, 1.0, noise=NOISE[:19])), {}, "modules_left_out"),
+        (timed(run("a", 3.0, 1.0, share=0.4), left_out=[left("b", 0.6)]), {}, "modules_left_out"),
+        (timed(left_out=[left("b", 1.0)]), {}, "modules_left_out"),
+    ],
+)
+def test_without_gpu_native_formats_and_enough_modules_nothing_passes(decided, module_time, changes, code) -> None:
+    decision, gate, (reason,) = decided(module_time, **changes)
+    assert gate.status == "undecided"
+    assert reason.code == code
+    assert decision.verdict == "inconclusive"
+
+
+def test_what_was_left_out_is_said_with_its_share(decided) -> None:
+    few = timed(run("a", 1.0, 1.0, share=0.9), left_out=[left("b", 0.06), left("c", 0.04)])
+    _, gate, (reason,) = decided(few)
+    assert gate.status == "fail"
+    assert "2 modules with 10.0 % of the FLOPs were left out." in reason.text
+    _, _, (reason,) = decided(timed(run("a", 2.0, 1.0, share=0.4), left_out=[left("b", 0.6)]))
+    assert "40 % of the lowered modules' FLOPs" in reason.text
+    assert "the budget of 60 s ended" in reason.text
+
+
+def test_a_policy_may_ask_another_speedup_of_modules(measurements) -> None:
+    m = measurements([0.0] * 8, module_time=timed(run("a", 1.2, 1.0)))
+    asked = STANDARD.model_copy(update={"min_module_speedup": 1.3})
+    assert decide(m, STANDARD).verdict == "accept"
+    assert decide(m, asked).verdict == "reject"
+
+
+def test_a_report_without_the_level_has_no_such_gate(measurements) -> None:
+    decision = decide(measurements([0.0] * 8), STANDARD)
+    assert decision.verdict == "accept"
+    assert "module_time" not in {gate.name for gate in decision.gates}
+
+
+def test_within_a_family_the_accepting_level_of_modules_is_lowered_too(measurements) -> None:
+    noise = 0.03 * np.resize([1, -1], 20)
+    m = measurements([0.0] * 8, module_time=timed(run("a", 1.0638, 1.0, noise=noise)))
+    assert decide(m, STANDARD).verdict == "accept"
+    (in_family, *_) = decide_family([m] * 4, STANDARD)
+    assert next(g for g in in_family.gates if g.name == "module_time").status == "undecided"
+
+
+def test_nobody_owns_what_is_no_loss_and_small_parts_are_not_named() -> None:
+    assert owners_of_loss([run("a", 2.0, 1.0)], 1.05) is None
+    assert owners_of_loss([], 1.05) is None
+    lost = [run("a", 1.0, 2.0), run("b", 1.0, 1.9), run("c", 1.0, 1.1), run("d", 1.0, 0.5)]
+    named = owners_of_loss(lost, 1.0)
+    assert named is not None
+    assert named.startswith("a (1.000 to 2.000 ms")
+    assert " and b (" in named
+    assert "c (" not in named
+
+
+class Ranker(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.top, self.head = nn.Linear(16, 32), nn.Linear(32, 16), nn.Linear(16, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.relu(self.top(torch.relu(self.body(x)))))
+
+
+@pytest.fixture
+def regions(room: Path) -> tuple[list[Found], tuple[nn.Module, nn.Module]]:
+    """Regions of a small ranker, and its models of both arms."""
+    torch.set_num_threads(1)
+    baseline, candidate = Ranker(), Ranker()
+    plan = apply_recipe(candidate, "all-fp8.yaml")
+    return find_regions(baseline, lambda: baseline(torch.randn(64, 16)), plan), (baseline, candidate)
+
+
+FEW = SpeedPlan(min_quartets=3, max_quartets=3, steps_per_block=3)
+
+
+def test_every_region_is_timed_in_both_arms_forward_and_backward(regions) -> None:
+    found, models = regions
+    seen: list[str] = []
+    measured = time_regions(
+        found, models, CPU, HostTimer(), FEW, 0.05, lambda i, n, name: seen.append(f"{i}/{n} {name}")
+    )
+    assert [module.name for module in measured.modules] == ["body", "top", "head"]
+    assert seen == ["1/3 body", "2/3 top", "3/3 head"]
+    assert measured.left_out == ()
+    assert measured.covered == pytest.approx(1.0)
+    assert measured.modules[0].share == pytest.approx(16 * 32 / (16 * 32 + 32 * 16 + 16))
+    for module in measured.modules:
+        assert len(module.quartets) == 3
+        assert all(min(*q.baseline_ms, *q.candidate_ms) > 0 for q in module.quartets)
+    assert all(p.grad is None for model in models for p in model.parameters()), "gradients of timing are given back"
+
+
+def test_backward_runs_too(regions) -> None:
+    found, models = regions
+    seen: list[int] = []
+    models[1].body.weight.register_hook(lambda grad: seen.append(1))
+    time_regions(found[:1], models, CPU, HostTimer(), FEW, 0.05)
+    # Warm-up calls, the block that warms up, and two blocks of three steps in each of three quartets.
+    assert len(seen) == 3 + 3 + 3 * 2 * 3
+
+
+def test_the_budget_leaves_out_the_lightest_and_says_so(regions) -> None:
+    found, models = regions
+    # A block is a second; a region takes two to warm up and four a quartet: 14 in all.
+    plan = FEW.model_copy(update={"module_budget_seconds": 20})
+    measured = time_regions(found, models, CPU, HostTimer(1.0), plan, 0.05)
+    assert [module.name for module in measured.modules] == ["body"]
+    assert [(region.name, region.why) for region in measured.left_out] == [
+        ("top", "the budget of 20 s ended"),
+        ("head", "the budget of 20 s ended"),
+    ]
+    assert measured.covered + sum(region.share for region in measured.left_out) == pytest.approx(1.0)
+
+
+def test_a_region_that_fails_alone_is_left_out_with_its_error_and_the_others_count(regions) -> None:
+    found, models = regions
+
+    def broken(module: nn.Module, args: Any) -> None:
+        raise ValueError("needs the\nwhole model")
+
+    def full(module: nn.Module, args: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    models[1].body.register_forward_pre_hook(broken)
+    models[1].top.register_forward_pre_hook(full)
+    measured = time_regions(found, models, CPU, HostTimer(), FEW, 0.05)
+    assert [module.name for module in measured.modules] == ["head"]
+    assert {region.name: region.why for region in measured.left_out} == {
+        "body": "it does not run alone: ValueError: needs the whole model",
+        "top": "the GPU's memory ran out",
+    }
+
+
+def test_planted_one_slow_module_is_named(regions, measurements) -> None:
+    found, models = regions
+    models[1].top.register_forward_pre_hook(lambda *_: time.sleep(0.005))
+    measured = time_regions(found, models, CPU, HostTimer(), FEW, 0.05)
+    policy = STANDARD.model_copy(update={"speed": FEW})
+    decision = decide(measurements([0.0] * 8, module_time=measured), policy)
+    assert decision.verdict == "reject"
+    (reason,) = decision.reasons
+    assert reason.code == "modules_too_slow"
+    assert "Most of it is lost in top (" in reason.text
+    assert "body (" not in reason.text
+
+
+@pytest.fixture
+def report(measurements, make_report) -> Report:
+    """A report whose modules were timed but for one, and whose steps were profiled."""
+    modules = timed(
+        run("tower.up", 3.0, 2.0, calls=2, share=0.7),
+        run("tower.down", 1.0, 0.9, share=0.2),
+        left_out=[left("head | x", 0.1)],
+    )
+    m = measurements([0.0] * 8, module_time=modules)
+    kernels = tuple(
+        KernelClass(name=name, baseline_ms=before, candidate_ms=after)
+        for name, before, after in (
+            ("gemm", 8.0, 1.0),
+            ("cast", 0.0, 1.5),
+            ("amax", 0.0, 0.25),
+            ("transpose", 0.5, 0.25),
+        )
+    )
+    return make_report(m.model_copy(update={"step_time": m.step_time.model_copy(update={"kernels": kernels})}))
+
+
+def test_the_level_of_modules_has_a_row_for_each_and_its_own_baseline_and_scope(report: Report) -> None:
+    level = report.evidence.module
+    assert level.status == "measured"
+    assert "same region" in level.baseline
+    assert "random tensors" in level.scope
+    first, second = level.results["modules"]
+    assert (first["name"], first["type"], first["mkn"], first["calls"]) == ("tower.up", "Linear", [[64, 32, 16]], 2)
+    assert (first["baseline_ms"], first["candidate_ms"]) == pytest.approx((3.0, 2.0))
+    assert first["ci_low"] < first["speedup"] < first["ci_high"]
+    assert second["speedup"] == pytest.approx(1 / 0.9)
+    total = level.results["total"]
+    assert (total["baseline_ms"], total["candidate_ms"]) == pytest.approx((7.0, 4.9))
+    gate = next(g for g in report.gates if g.name == "module_time")
+    assert (gate.measured, gate.ci_low, gate.ci_high) == pytest.approx(
+        (total["speedup"], total["ci_low"], total["ci_high"])
+    )
+    assert level.results["covered"] == pytest.approx(0.9)
+    (out,) = level.results["left_out"]
+    assert (out["name"], out["share"], out["why"]) == ("head | x", 0.1, "the budget of 60 s ended")
+
+
+def test_casting_overhead_stands_beside_its_bar_and_says_what_it_counts(report: Report) -> None:
+    casting = report.evidence.step.results["casting_overhead"]
+    assert casting["ms"] == pytest.approx(2.0)
+    assert casting["share"] == pytest.approx(2.0 / 10.0)
+    assert casting["bar"] == 0.10
+    assert casting["by_class_ms"] == {"cast": 1.5, "amax": 0.25, "transpose": 0.25}
+    assert casting["baseline_ms"] == 0.5
+    assert "upper bound" in casting["measured"]
+    assert report.verdict == "accept", "the bar is no gate"
+
+
+def test_every_file_shows_modules_and_casting(report: Report) -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    files = report.files()
+    jsonschema.validate(json.loads(files["report.json"]), report_schema())
+    markdown = render_report(report)
+    row = "| tower.up | Linear | 64 x 32 x 16 | 2 | 70.0 % | 3.0000 ms | 2.0000 ms | ["
+    assert row in markdown
+    assert "| head \\| x | Linear | 64 x 32 x 16 | 1 | 10.0 % | - | - | the budget of 60 s ended |" in markdown
+    assert "| all, by calls |" in markdown
+    assert "- casting overhead: at most 20.0 % of the candidate's step (2.000 ms" in markdown
+    assert "- modules not timed, 10.0 %" in markdown
+    page = render_html(report)
+    assert "Modules alone" in page
+    assert "<td>3.0000 ms</td>" in page
+    text = terminal_text(report)
+    assert "module_time" in text
+    assert "the bar is 10 %" in text
+    assert 'name="module_time"' in files["junit.xml"]
+
+
+def test_compare_sets_modules_side_by_side(report: Report, accepted: Report) -> None:
+    found = compare(report, report)
+    assert [(m.name, m.a, m.b) for m in found.modules] == [
+        ("tower.up", pytest.approx(1.5), pytest.approx(1.5)),
+        ("tower.down", pytest.approx(1 / 0.9), pytest.approx(1 / 0.9)),
+    ]
+    assert [(m.name, m.b) for m in compare(report, accepted).modules] == [("tower.up", None), ("tower.down", None)]
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_modules_are_timed_alone(room: Path) -> None:
+    from narrowgate.gates.module_time import measure_module_time
+    from narrowgate.gates.task import load_task
+    from narrowgate.gates.train import Arm
+    from narrowgate.recipes import load_recipe
+
+    task, device = load_task("ranker:good"), torch.device("cuda")
+    recipe = load_recipe("all-fp8.yaml")
+    baseline, candidate = Arm(task, device), Arm(task, device, recipe)
+    plan = apply_recipe(task.build_model().to(device), recipe)
+    found = measure_module_time(baseline, candidate, plan, FEW, 0.05, lambda i, n, name: None)
+    assert found.status == "measured"
+    assert found.left_out == ()
+    assert {name for module in found.modules for name in module.layers} == {"body", "head"}
+    for module in found.modules:
+        for quartet in module.quartets:
+            # Launched ahead: the device is not seen waiting for the host.
+            assert min(*quartet.baseline_ms, *quartet.candidate_ms) > 0
+            assert min(quartet.baseline_ms) < max(quartet.baseline_host_ms)
+            assert quartet.clocks is not None or found.clocks_note
