@@ -287,11 +287,12 @@ def _links_told(topology: Topology) -> str:
 def _traffic(wires: Sequence[Wire], dtype: str) -> list[list[str]]:
     rows = [["layout", "collective", "calls", f"{dtype} MB", "MB", "ratio", f"{dtype} ms", "ms"]]
     for wire in wires:
-        plain = {entry.what: entry for entry in wire.plain.traffic}
-        for entry in wire.recipe.traffic:
-            other = plain.get(entry.what)
-            figures = (other.sent, other.us) if other else (0.0, 0.0)
-            rows.append(_row(str(wire.layout), entry.what, str(entry.calls), figures, (entry.sent, entry.us)))
+        plain, recipe = ({entry.what: entry for entry in payload.traffic} for payload in (wire.plain, wire.recipe))
+        for what in dict.fromkeys([*recipe, *plain]):
+            one, other = plain.get(what), recipe.get(what)
+            calls = max(entry.calls for entry in (one, other) if entry is not None)
+            sides = ((entry.sent, entry.us) if entry is not None else (0.0, 0.0) for entry in (one, other))
+            rows.append(_row(str(wire.layout), what, str(calls), *sides))
         totals = (wire.plain.sent, wire.plain.us), (wire.recipe.sent, wire.recipe.us)
         rows.append(_row(str(wire.layout), "all", "", *totals))
     return rows

@@ -159,33 +159,46 @@ def measure_sharded(
     began = timer.now()
     with honest_compilation():
         bf16 = _make(ShardedArm("bf16", "bf16", coded=False), case, mesh, settings)
-        first = True
         for number, group in enumerate(groups or [()]):
             spent = timer.now() - began
             if number and spent > settings.seconds:
                 result.skipped += [{"name": arm.name, "reason": "the time allowed was over"} for arm in group]
                 continue
-            running = {bf16.arm.name: bf16, **_ready(group, case, mesh, settings, result)}
-            steps: dict[str, StepFunction] = {}
-            for name, one in running.items():
-                steps |= {name: one.step, name + _LOCAL: one.local_step}
-            now = timer.now()
-            deadline = now + (settings.seconds - (now - began)) / max(len(groups) - number, 1)
-            found, stopped = take_turns(steps, timer, settings, deadline)
-            for name, one in running.items():
-                if name != "bf16" or first:
-                    row = _row(case, one, found, mesh, settings) | {"stopped": stopped}
-                    result.rows.append(row)
-                    settings.say(describe(row))
-                    result.faults += _wire_faults(one, row)
-            first = False
-            for name in [name for name in running if name != "bf16"]:
-                del running[name], steps[name], steps[name + _LOCAL]
-            del running, steps
+            share = (settings.seconds - spent) / max(len(groups) - number, 1)
+            _measure_group(bf16, group, case, mesh, settings, timer, result, share)
+            # All that was made for the group is gone: the next one needs the room.
             _release(settings)
         clocks = timer.clocks()
     result.facts = {**case.facts, "clocks": None if clocks is None else clocks.model_dump()}
     return result
+
+
+def _measure_group(
+    bf16: Running,
+    group: tuple[ShardedArm, ...],
+    case: ShardedCase,
+    mesh: DeviceMesh,
+    settings: GemSettings,
+    timer: RankTimer,
+    result: ShardedResult,
+    seconds: float,
+) -> None:
+    """Measure the arms of a group beside BF16, and add their rows; BF16's own with the first group."""
+    deadline = timer.now() + seconds
+    running = {bf16.arm.name: bf16, **_ready(group, case, mesh, settings, result)}
+    steps: dict[str, StepFunction] = {}
+    for name, one in running.items():
+        steps |= {name: one.step, name + _LOCAL: one.local_step}
+    found, stopped = take_turns(steps, timer, settings, deadline)
+    for name, one in running.items():
+        if one is bf16 and result.rows:
+            continue
+        row = _row(case, one, found, mesh, settings) | {"stopped": stopped}
+        result.rows.append(row)
+        settings.say(describe(row))
+        if row["planned_bytes"] not in (None, row["bytes"]):
+            fault = f"{case.name}: {name}: counted {row['bytes']} bytes, planned {row['planned_bytes']}"
+            result.faults.append(fault)
 
 
 def describe(row: Row) -> str:
@@ -324,13 +337,6 @@ def _planned(case: ShardedCase, arm: ShardedArm, ranks: int) -> dict[str, int] |
     sharding = Sharding(units=case.units(model), ignored=tables, joint_amaxes=True)
     wire = predict_wire(model, plan, Layout(ranks, ranks), example_topology(), sharding)
     return {name: wire.recipe.given(name) for name in sorted({entry.collective for entry in wire.recipe.traffic})}
-
-
-def _wire_faults(one: Running, row: Row) -> list[str]:
-    planned = row["planned_bytes"]
-    if planned is None or planned == row["bytes"]:
-        return []
-    return [f"{row['case']}: {one.arm.name}: counted {row['bytes']} bytes, planned {planned}"]
 
 
 def _median(blocks: list[tuple[BlockTime, BlockTime]]) -> tuple[float, float]:
