@@ -1,4 +1,4 @@
-"""MovieLens-100K and -1M from their original files, and from the layout that RecBole ships.
+"""MovieLens-100K and -1M as ratings, from their original files and from the layout that RecBole ships.
 
 Both layouts of MovieLens-100K give the same rows. Labels are ``rating >= 4`` and ``rating == 5``. Each user's ratings
 are split in time order, the last fifth held out; histories and running means show ratings of the training part only,
@@ -34,11 +34,49 @@ _YEAR = re.compile(r"\((\d{4})\)\s*$")
 _INTER = "user_id:token\titem_id:token\trating:float\ttimestamp:float"
 _ITEM = "item_id:token\tmovie_title:token_seq\trelease_year:token\tclass:token_seq"
 _USER = "user_id:token\tage:token\tgender:token\toccupation:token\tzip_code:token"
-_RATING_FIELDS = ("user id", "item id", "rating", "timestamp")
+RATING_FIELDS = ("user id", "item id", "rating", "timestamp")
 
 
 #: Ids above this are taken for a corrupt file.
 _MAX_ID = 10_000_000
+
+
+@dataclass(frozen=True, eq=False)
+class Movies:
+    """The movies of a set, in the order of their file."""
+
+    table: TextTable
+    #: [movies]: 0 for unknown.
+    year: Ints
+    #: [movies, 6], padded with 0.
+    genres: Ints
+
+    @staticmethod
+    def of(table: TextTable, years: list[str], genres: list[list[str]]) -> Movies:
+        """Make the columns from texts that end with a year, or are anything else, and from names of genres."""
+        return Movies(table, np.array([_year(text) for text in years], dtype=np.int64), _genre_table(table, genres))
+
+
+@dataclass(frozen=True, eq=False)
+class Users:
+    """The users of a set, in the order of their file."""
+
+    table: TextTable
+    #: [users, 4]: age bracket, gender, occupation, region of the postal code, each from 1.
+    sides: Ints
+    #: How many occupations there can be.
+    occupations: int
+
+    @staticmethod
+    def of(table: TextTable, occupation: Ints, occupations: int) -> Users:
+        """Make the columns; ``occupation`` counts from 1."""
+        columns = [
+            _age_bracket(table.integers("age", 0, 150)),
+            table.one_of("gender", ("F", "M")),
+            occupation,
+            _region(table.text("zip code")),
+        ]
+        return Users(table, np.stack(columns, 1), occupations)
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,38 +85,47 @@ class _Files:
 
     name: str
     ratings: TextTable
-    movies: TextTable
-    users: TextTable
-
-    def places(self, table: TextTable, field: str) -> Ints:
-        """Return [largest id + 1]: the line of each id in its own file, counted from 1; 0 where there is none."""
-        ids = table.integers(field, 1, _MAX_ID)
-        places = np.zeros(int(ids.max()) + 1, np.int64)
-        places[ids] = np.arange(1, len(ids) + 1)
-        return places
-
-    def lookup(self, field: str, places: Ints, table: TextTable) -> Ints:
-        """Return the place of each rating's user or item.
-
-        Raises:
-            NarrowgateError: naming the first rating whose id the other file lacks.
-        """
-        ids = self.ratings.integers(field, 1, _MAX_ID)
-        found = np.where(ids < len(places), places[np.minimum(ids, len(places) - 1)], 0)
-        if not found.all():
-            index = int(np.argmin(found != 0))
-            raise self.ratings.fault(index, f"{field} {ids[index]} is not in {table.path.name}")
-        return found
+    movies: Movies
+    users: Users
 
     def facts(self) -> dict[str, Any]:
         """Return the name and one hash over the contents of the files."""
-        tables = (self.ratings, self.movies, self.users)
-        joined = "".join(f"{table.path.name} {table.sha256}\n" for table in tables)
-        return {
-            "name": self.name,
-            "files": {table.path.name: table.sha256 for table in tables},
-            "sha256": hashlib.sha256(joined.encode()).hexdigest(),
-        }
+        return {"name": self.name} | file_facts(
+            {table.path.name: table.sha256 for table in (self.ratings, self.movies.table, self.users.table)}
+        )
+
+
+def file_facts(hashes: dict[str, str]) -> dict[str, Any]:
+    """Return hashes by file name, and one over all of them."""
+    joined = "".join(f"{name} {digest}\n" for name, digest in hashes.items())
+    return {"files": hashes, "sha256": hashlib.sha256(joined.encode()).hexdigest()}
+
+
+def places(table: TextTable, field: str) -> Ints:
+    """Return [largest id + 1]: the line of each id in its own file, counted from 1; 0 where there is none."""
+    ids = table.integers(field, 1, _MAX_ID)
+    found = np.zeros(int(ids.max()) + 1, np.int64)
+    found[ids] = np.arange(1, len(ids) + 1)
+    return found
+
+
+def find(ids: Ints, known: Ints) -> Ints:
+    """Return the place of each id in ``known``, as :func:`places` makes it; 0 where there is none."""
+    return np.where(ids < len(known), known[np.minimum(ids, len(known) - 1)], 0)
+
+
+def lookup(ratings: TextTable, field: str, table: TextTable) -> Ints:
+    """Return the place of each rating's user or item in its own file.
+
+    Raises:
+        NarrowgateError: naming the first rating whose id the other file lacks.
+    """
+    ids = ratings.integers(field, 1, _MAX_ID)
+    found = find(ids, places(table, field))
+    if not found.all():
+        index = int(np.argmin(found != 0))
+        raise ratings.fault(index, f"{field} {ids[index]} is not in {table.path.name}")
+    return found
 
 
 def read_ml_100k(folder: Path) -> RowData:
@@ -115,24 +162,32 @@ def read_ml_1m(folder: Path) -> RowData:
             f" users.dat, found {found}"
         )
     _require(folder, "ml-1m", (candidates[0], "movies.dat", "users.dat"))
-    ratings = TextTable(folder / candidates[0], "::", _RATING_FIELDS, encoding="latin-1")
+    ratings = TextTable(folder / candidates[0], "::", RATING_FIELDS, encoding="latin-1")
+    return _as_rows(_Files("ml-1m", ratings, *million_sides(folder)))
+
+
+def million_sides(folder: Path) -> tuple[Movies, Users]:
+    """Read ``movies.dat`` and ``users.dat`` of MovieLens-1M.
+
+    Raises:
+        NarrowgateError: files missing or corrupt.
+    """
+    _require(folder, "ml-1m", ("movies.dat", "users.dat"))
     movies = TextTable(folder / "movies.dat", "::", ("item id", "title", "genres"), encoding="latin-1")
     users = TextTable(
         folder / "users.dat", "::", ("user id", "gender", "age", "occupation", "zip code"), encoding="latin-1"
     )
     years = [_YEAR.search(title) for title in movies.text("title")]
-    occupation = 1 + users.integers("occupation", 0, 20)
-    return _as_rows(
-        _Files("ml-1m", ratings, movies, users),
-        [match[1] if match else "" for match in years],
-        [entry.split("|") for entry in movies.text("genres")],
-        occupation,
-        occupations=21,
+    return (
+        Movies.of(
+            movies, [match[1] if match else "" for match in years], [g.split("|") for g in movies.text("genres")]
+        ),
+        Users.of(users, 1 + users.integers("occupation", 0, 20), 21),
     )
 
 
 def _original_100k(folder: Path) -> RowData:
-    ratings = TextTable(folder / "u.data", "\t", _RATING_FIELDS)
+    ratings = TextTable(folder / "u.data", "\t", RATING_FIELDS)
     flags = tuple(f"flag of {genre}" for genre in GENRES)
     sides = ("item id", "title", "release date", "video release date", "url", *flags)
     movies = TextTable(folder / "u.item", "|", sides, encoding="latin-1")
@@ -141,68 +196,50 @@ def _original_100k(folder: Path) -> RowData:
     )
     marks = np.stack([movies.integers(flag, 0, 1) for flag in flags], 1)
     genres = [[GENRES[place] for place in np.flatnonzero(row)] for row in marks]
-    return _small_rows(_Files("ml-100k", ratings, movies, users), list(movies.text("release date")), genres)
+    return _small_rows(ratings, movies, users, list(movies.text("release date")), genres)
 
 
 def _recbole_100k(folder: Path) -> RowData:
-    ratings = TextTable(folder / "ml-100k.inter", "\t", _RATING_FIELDS, header=_INTER)
+    ratings = TextTable(folder / "ml-100k.inter", "\t", RATING_FIELDS, header=_INTER)
     movies = TextTable(folder / "ml-100k.item", "\t", ("item id", "title", "year", "genres"), header=_ITEM)
     users = TextTable(
         folder / "ml-100k.user", "\t", ("user id", "age", "gender", "occupation", "zip code"), header=_USER
     )
     genres = [entry.split(" ") for entry in movies.text("genres")]
-    return _small_rows(_Files("ml-100k", ratings, movies, users), list(movies.text("year")), genres)
+    return _small_rows(ratings, movies, users, list(movies.text("year")), genres)
 
 
-def _small_rows(files: _Files, years: list[str], genres: list[list[str]]) -> RowData:
-    words = files.users.text("occupation")
+def _small_rows(
+    ratings: TextTable, movies: TextTable, users: TextTable, years: list[str], genres: list[list[str]]
+) -> RowData:
+    words = users.text("occupation")
     places = {word: 1 + place for place, word in enumerate(sorted(set(words)))}
     occupation = np.array([places[word] for word in words], dtype=np.int64)
-    return _as_rows(files, years, genres, occupation, occupations=len(places))
+    sides = Movies.of(movies, years, genres), Users.of(users, occupation, len(places))
+    return _as_rows(_Files("ml-100k", ratings, *sides))
 
 
-def _as_rows(
-    files: _Files, years: list[str], genres: list[list[str]], occupation: Ints, *, occupations: int
-) -> RowData:
-    """Put the three files together.
-
-    Args:
-        files: ratings, movies and users.
-        years: of each movie: text that ends with its year, or anything else for an unknown one.
-        genres: of each movie, by name.
-        occupation: of each user, counted from 1.
-        occupations: how many there can be.
-    """
-    item_of, user_of = files.places(files.movies, "item id"), files.places(files.users, "user id")
+def _as_rows(files: _Files) -> RowData:
+    """Put the three files together."""
     ratings = files.ratings
-    item = files.lookup("item id", item_of, files.movies)
-    user = files.lookup("user id", user_of, files.users)
+    item = lookup(ratings, "item id", files.movies.table)
+    user = lookup(ratings, "user id", files.users.table)
     rating = ratings.integers("rating", 1, 5)
     time = ratings.integers("timestamp", 0)
     # The item breaks ties in time: the same rows whatever the order of lines.
     order = np.lexsort((item, time, user))
     user, item, rating, time = user[order], item[order], rating[order], time[order]
 
-    counts = np.bincount(user, minlength=len(files.users) + 1)
+    counts = np.bincount(user, minlength=len(files.users.table) + 1)
     rank = np.arange(len(user)) - (counts.cumsum() - counts)[user]
     training = rank < np.ceil(counts[user] * (1 - _HELD_OUT))
     train, held_out = np.flatnonzero(training), np.flatnonzero(~training)
     start, end = strictly_earlier(user, time, user[train], time[train])
 
-    sides = np.stack(
-        [
-            _age_bracket(files.users.integers("age", 0, 150)),
-            files.users.one_of("gender", ("F", "M")),
-            occupation,
-            _region(files.users.text("zip code")),
-        ],
-        1,
-    )
-    year = np.array([_year(text) for text in years], dtype=np.int64)
     return RowData(
-        features=_features(len(files.users), len(files.movies), occupations),
-        sparse=np.concatenate([np.stack([user, item], 1), sides[user - 1], year[item - 1, None]], 1),
-        bags=(_genre_table(files.movies, genres)[item - 1],),
+        features=_features(files.users, files.movies),
+        sparse=sparse_columns(user, item, files.users, files.movies),
+        bags=(files.movies.genres[item - 1],),
         dense=_running_means(user, item, time, rating, train, end - start),
         labels=np.stack([rating >= 4, rating == 5], 1).astype(np.float32),
         groups=user,
@@ -222,20 +259,35 @@ def _as_rows(
     )
 
 
-def _features(users: int, items: int, occupations: int) -> FeatureSpec:
+def sparse_columns(user: Ints, item: Ints, users: Users, movies: Movies) -> Ints:
+    """Return [N, 7]: the ids of :func:`categorical_fields` for places of users and movies, [N] each, from 1."""
+    return np.concatenate([np.stack([user, item], 1), users.sides[user - 1], movies.year[item - 1, None]], 1)
+
+
+def categorical_fields(users: Users, movies: Movies) -> tuple[Field, ...]:
+    """The fields of one id a row that every MovieLens task has."""
+    return (
+        Field("user", len(users.table) + 1),
+        Field("item", len(movies.table) + 1),
+        Field("age", len(_AGES) + 2),
+        Field("gender", 3),
+        Field("occupation", users.occupations + 1),
+        Field("region", 12),
+        Field("year", _LAST_YEAR - _FIRST_YEAR + 2),
+    )
+
+
+def genre_field() -> Field:
+    """The multi-valued field of a movie's genres."""
+    return Field("genres", len(GENRES) + 1)
+
+
+def _features(users: Users, movies: Movies) -> FeatureSpec:
     return FeatureSpec(
-        categorical=(
-            Field("user", users + 1),
-            Field("item", items + 1),
-            Field("age", len(_AGES) + 2),
-            Field("gender", 3),
-            Field("occupation", occupations + 1),
-            Field("region", 12),
-            Field("year", _LAST_YEAR - _FIRST_YEAR + 2),
-        ),
-        bags=(Field("genres", len(GENRES) + 1),),
+        categorical=categorical_fields(users, movies),
+        bags=(genre_field(),),
         numeric=("ratings of the user", "ratings of the item", "mean of the user", "mean of the item"),
-        events=(Field("item", items + 1), Field("rating", 6), Field("gap", AGE_BUCKETS)),
+        events=(Field("item", len(movies.table) + 1), Field("rating", 6), Field("gap", AGE_BUCKETS)),
         tasks=("rating>=4", "rating==5"),
     )
 

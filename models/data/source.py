@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TypedDict
 
@@ -10,7 +9,7 @@ import torch
 
 from ...precision.errors import NarrowgateError, did_you_mean
 from ..presets import Preset, TrainingConfig, get_preset
-from . import movielens, synthetic
+from . import movielens, next_item, synthetic
 from .loader import BatchSource, Dataset
 from .rows import RowData
 from .stream import StreamDataset
@@ -18,11 +17,9 @@ from .stream_config import StreamConfig
 
 #: The source that is generated, streamed or at once as the preset says.
 _GENERATED = "synthetic"
-#: Sources that are read from a folder.
-_FOLDERS: dict[str, Callable[[Path], RowData]] = {
-    "ml-100k": movielens.read_ml_100k,
-    "ml-1m": movielens.read_ml_1m,
-}
+#: Sources that are read from a folder, and the options that they take.
+_FOLDERS: dict[str, tuple[str, ...]] = {"ml-100k": (), "ml-1m": ("task", "negatives", "latest")}
+_TASKS = ("ratings", "next-item")
 #: Sources that are read as a stream from one file.
 _FILES = ("criteo", "table")
 
@@ -32,8 +29,9 @@ def open_data(
 ) -> BatchSource:
     """Open a data source for a preset.
 
-    ``synthetic`` · ``ml-100k:DIR`` · ``ml-1m:DIR`` · ``criteo:FILE[?rows=N&buckets=N]`` ·
-    ``table:FILE[?schema=SCHEMA&rows=N]``, whose schema is ``FILE`` with ``.yaml`` for its suffixes unless named.
+    ``synthetic`` · ``ml-100k:DIR`` · ``ml-1m:DIR[?task=next-item&negatives=N&latest=N]`` ·
+    ``criteo:FILE[?rows=N&buckets=N]`` · ``table:FILE[?schema=SCHEMA&rows=N]``, whose schema is ``FILE`` with ``.yaml``
+    for its suffixes unless named.
 
     Args:
         uri: the source's name and, behind a colon, its place.
@@ -57,7 +55,7 @@ def open_data(
     if name in _FOLDERS:
         if not place:
             raise NarrowgateError(f"data source '{name}' needs its folder: {name}:DIR, found '{uri}'")
-        return Dataset(_FOLDERS[name](_folder(name, place)), settings.training, **room)
+        return Dataset(_read_folder(name, place), settings.training, **room)
     if name in _FILES:
         if not place:
             raise NarrowgateError(f"data source '{name}' needs its file: {name}:FILE, found '{uri}'")
@@ -74,6 +72,27 @@ class _Room(TypedDict):
 
 def _known() -> list[str]:
     return [_GENERATED, *(f"{name}:DIR" for name in _FOLDERS), *(f"{name}:FILE" for name in _FILES)]
+
+
+def _read_folder(name: str, place: str) -> RowData:
+    where, _, query = place.partition("?")
+    options = _options(name, query, _FOLDERS[name])
+    if name == "ml-100k":
+        return movielens.read_ml_100k(_folder(name, where))
+    task = options.get("task", "ratings")
+    if task not in _TASKS:
+        raise NarrowgateError(
+            f"{name}: option 'task' is one of {', '.join(_TASKS)}, found '{task}'{did_you_mean(task, _TASKS)}"
+        )
+    counts = {key: _count(name, key, options.get(key), 1) for key in ("negatives", "latest")}
+    if task == "ratings":
+        for key, value in counts.items():
+            if value is not None:
+                raise NarrowgateError(f"{name}: option '{key}' needs task=next-item")
+        return movielens.read_ml_1m(_folder(name, where))
+    return next_item.read_ml_1m_next(
+        _folder(name, where), negatives=counts["negatives"] or next_item.NEGATIVES, latest=counts["latest"]
+    )
 
 
 def _open_file(name: str, place: str, training: TrainingConfig, room: _Room) -> BatchSource:
@@ -102,7 +121,7 @@ def _options(name: str, query: str, known: tuple[str, ...]) -> dict[str, str]:
         key, equals, value = part.partition("=")
         if key not in known:
             raise NarrowgateError(
-                f"{name}: unknown option '{key}'{did_you_mean(key, known)} (known: {', '.join(known)})"
+                f"{name}: unknown option '{key}'{did_you_mean(key, known)} (known: {', '.join(known) or 'none'})"
             )
         if not (equals and value):
             raise NarrowgateError(f"{name}: option '{key}' has no value: {key}=VALUE")
