@@ -307,7 +307,9 @@ def compare_reports(
 def schema(
     name: Annotated[
         str,
-        typer.Argument(metavar="NAME", help="recipe, policy, gates, report or rates.", autocompletion=schema_names),
+        typer.Argument(
+            metavar="NAME", help="recipe, policy, gates, report, rates or topology.", autocompletion=schema_names
+        ),
     ],
 ) -> None:
     """Print the JSON Schema of a kind of file, for editors and other tools.

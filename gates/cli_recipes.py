@@ -49,6 +49,12 @@ def _rates_schema() -> dict[str, Any]:
     return rates_schema()
 
 
+def _topology_schema() -> dict[str, Any]:
+    from ..recipes import topology_schema
+
+    return topology_schema()
+
+
 def _policy_schema() -> dict[str, Any]:
     from .policy import Policy
 
@@ -75,6 +81,7 @@ SCHEMAS: dict[str, Callable[[], dict[str, Any]]] = {
     "gates": _gates_schema,
     "report": _report_schema,
     "rates": _rates_schema,
+    "topology": _topology_schema,
 }
 
 

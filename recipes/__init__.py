@@ -22,14 +22,18 @@ if TYPE_CHECKING:
     from .rows import measure_rows
     from .schema import recipe_schema, recipe_schema_text
     from .state import RecipeState, load_recipe_state, recipe_state
+    from .topology import Topology, load_topology, topology_schema
     from .tracing import GemmTrace, TracedGemm, trace_gemms
     from .validate import Validation, validate_file
+    from .wire_plan import Layout, Wire, predict_wire
+    from .wire_units import Sharding
 
 _HOMES = {
     "Activations": ".recipe",
     "Diagnostic": ".errors",
     "GemmTrace": ".tracing",
     "LayerPlan": ".plan",
+    "Layout": ".wire_plan",
     "OptimizerState": ".recipe",
     "Origin": ".plan",
     "Path": ".recipe",
@@ -38,10 +42,13 @@ _HOMES = {
     "RecipeError": ".errors",
     "RecipeState": ".state",
     "Rule": ".recipe",
+    "Sharding": ".wire_units",
     "Shards": ".recipe",
     "Spec": "..precision.spec",
+    "Topology": ".topology",
     "TracedGemm": ".tracing",
     "Validation": ".validate",
+    "Wire": ".wire_plan",
     "apply_fused_bf16": ".fused_bf16",
     "apply_recipe": ".apply",
     "builtin_names": ".load",
@@ -51,14 +58,17 @@ _HOMES = {
     "load_rates": ".rates",
     "load_recipe": ".load",
     "load_recipe_state": ".state",
+    "load_topology": ".topology",
     "low_precision": ".decorator",
     "measure_rows": ".rows",
+    "predict_wire": ".wire_plan",
     "rates_schema": ".rates",
     "recipe_schema": ".schema",
     "recipe_schema_text": ".schema",
     "recipe_state": ".state",
     "remove_recipe": ".apply",
     "resolve": ".resolution",
+    "topology_schema": ".topology",
     "trace_gemms": ".tracing",
     "validate_file": ".validate",
 }
@@ -68,6 +78,7 @@ __all__ = [
     "Diagnostic",
     "GemmTrace",
     "LayerPlan",
+    "Layout",
     "OptimizerState",
     "Origin",
     "Path",
@@ -76,10 +87,13 @@ __all__ = [
     "RecipeError",
     "RecipeState",
     "Rule",
+    "Sharding",
     "Shards",
     "Spec",
+    "Topology",
     "TracedGemm",
     "Validation",
+    "Wire",
     "apply_fused_bf16",
     "apply_recipe",
     "builtin_names",
@@ -89,14 +103,17 @@ __all__ = [
     "load_rates",
     "load_recipe",
     "load_recipe_state",
+    "load_topology",
     "low_precision",
     "measure_rows",
+    "predict_wire",
     "rates_schema",
     "recipe_schema",
     "recipe_schema_text",
     "recipe_state",
     "remove_recipe",
     "resolve",
+    "topology_schema",
     "trace_gemms",
     "validate_file",
 ]
