@@ -6,9 +6,8 @@ to FP32, lets the optimizer's own ``step`` update these parameters, and stores t
 (:mod:`narrowgate.precision.moments`). Beside what is stored, the FP32 moments of ``BUCKET`` elements, or of the largest
 parameter, exist at a time.
 
-Which optimizers that is right for is found out, not listed: one that keeps what it knows of an element in ``exp_avg``
-and ``exp_avg_sq``, and updates parameters independently of each other. Other state is kept as it is where it is smaller
-than the parameter (``step``, a row's accumulator).
+Which optimizers that is right for is found out, not listed (:mod:`narrowgate.precision.optimizer_trial`). State that
+is smaller than its parameter (``step``, a row's accumulator) is kept as it is.
 
 **Random bits** have the key (seed, parameter's name, moment's name, ``step`` of the parameter) and the element's index
 in the unsharded parameter: the same however a model is sharded, and no generator is consumed.
@@ -20,11 +19,11 @@ rounded to nearest when they are loaded.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -41,6 +40,7 @@ from .moments import (
     scale_name,
     store,
 )
+from .optimizer_trial import check_state, own_step, try_out
 from .spec import Spec, as_spec
 from .state_formats import stored_format, unsupported_state
 from .stochastic import call_key, stream_key
@@ -49,7 +49,8 @@ from .stochastic import call_key, stream_key
 BUCKET = 1 << 24
 #: Where an optimizer keeps its :class:`_Storage`.
 _STORAGE = "_narrowgate_storage"
-_SCALES = tuple(map(scale_name, MOMENTS))
+#: By what ``torch.optim.lr_scheduler`` knows a step that tells it of being called.
+_SCHEDULED = "_wrapped_by_lr_sched"
 
 
 class _Storage:
@@ -110,7 +111,7 @@ class LowPrecisionOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        groups, update = self.param_groups, _own_step(_original(self))
+        groups, update = self.param_groups, own_step(_original(self))
         _storage(self).learn(groups, {})  # of groups that were added since
         with torch.no_grad():
             for group in groups:
@@ -151,7 +152,7 @@ def lower_state(
     """Make ``optimizer`` store its moments as ``spec``, in place; what it has by now is rounded to nearest.
 
     Args:
-        optimizer: of FP32 parameters, before a learning-rate scheduler is built on it.
+        optimizer: of FP32 parameters.
         spec: ``bf16`` or blocks of eight bits, with ``+sr`` or without; ``fp32`` changes nothing.
         names: of parameters, the same in every process and in a run that resumes.
         seed: of the stochastic rounding, the same on every rank.
@@ -174,18 +175,18 @@ def lower_state(
         raise NarrowgateError(f"this optimizer's state is stored as {_storage(optimizer).spec} already")
     if spec.format == "fp32":
         return optimizer
-    kind = type(optimizer)
-    if "step" in optimizer.__dict__:
-        raise NarrowgateError(
-            f"this {kind.__name__}'s step was replaced: build learning-rate schedulers after wrapping it"
-        )
+    kind, scheduled = type(optimizer), hasattr(optimizer.__dict__.get("step"), _SCHEDULED)
+    if "step" in optimizer.__dict__ and not scheduled:
+        raise NarrowgateError(f"found a {kind.__name__} whose step was replaced on the instance, expected its class's")
     storage = _Storage(spec, seed)
     storage.learn(optimizer.param_groups, names or {})
     for group in optimizer.param_groups:
         for leader in {parameter.dim(): parameter for parameter in group["params"]}.values():
-            _try_out(optimizer, group, leader, spec)
+            try_out(optimizer, group, leader, spec)
     optimizer.__dict__[_STORAGE] = storage
     optimizer.__class__ = _lowered(kind)
+    if scheduled:
+        _tell_schedules(optimizer)
     _store_all(optimizer)
     return optimizer
 
@@ -218,66 +219,18 @@ def _rebuild(original: type[Optimizer]) -> Optimizer:
     return kind.__new__(kind)
 
 
-def _own_step(kind: type[Optimizer]) -> Callable[..., Any]:
-    """The class's step without its hooks."""
-    step: Any = kind.step
-    return step.__wrapped__ if getattr(step, "hooked", False) else step
+def _tell_schedules(optimizer: Optimizer) -> None:
+    """Replace the step that a learning-rate scheduler put on the instance, which is bound to the class before."""
+    reference = ref(optimizer)
 
+    def step(*args: Any, **kwargs: Any) -> Any:
+        optimizer = reference()
+        assert optimizer is not None
+        optimizer._opt_called = True  # type: ignore[attr-defined]
+        return type(optimizer).step(optimizer, *args, **kwargs)
 
-def _check_state(optimizer: Optimizer, parameter: Tensor, spec: Spec) -> None:
-    state, kind = optimizer.state[parameter], type(optimizer).__name__.removeprefix("LowPrecision")
-    for name, value in state.items():
-        whole = isinstance(value, Tensor) and value.dim() > 0 and value.numel() >= parameter.numel()
-        if whole and name not in MOMENTS and name not in _SCALES:
-            raise NarrowgateError(
-                f"{kind} keeps '{name}' for every element, expected {' and '.join(MOMENTS)} only: how {spec} would "
-                "change it is not known"
-            )
-    if spec.sr and "step" not in state and any(name in state for name in MOMENTS):
-        raise NarrowgateError(f"{kind} keeps no 'step' beside its moments, which {spec} draws its random bits by")
-
-
-def _try_out(optimizer: Optimizer, group: Mapping[str, Any], leader: Tensor, spec: Spec) -> None:
-    """Raise unless the optimizer's step may be taken by a few parameters at a time: two small ones are tried.
-
-    They have the leader's axes and device. Their gradients are large, so that a limit on a norm over both would show.
-    """
-    kind = type(optimizer)
-    device = leader.device if leader.device.type != "meta" else torch.device("cpu")
-    hooks: list[str] = []
-    found: list[list[Tensor]] = []
-    for together in (True, False):
-        twin = object.__new__(kind)
-        twin.__dict__.update(optimizer.__dict__)
-        twin._optimizer_step_pre_hooks = {0: lambda *_: hooks.append("")}
-        pair = [torch.full((2,) * leader.dim(), value, device=device, requires_grad=True) for value in (1.0, -2.0)]
-        alone = {**group, "params": pair}
-        twin.param_groups, twin.state = [alone], defaultdict(dict)
-        try:
-            for scale in (1e3, -2e3):
-                for parameter, factor in zip(pair, (1.0, 3.0), strict=True):
-                    parameter.grad = torch.full_like(parameter, scale * factor)
-                for few in [pair] if together else [[parameter] for parameter in pair]:
-                    alone["params"] = few
-                    _own_step(kind)(twin)
-        except Exception as error:
-            why = " ".join(str(error).split())[:200]
-            raise NarrowgateError(
-                f"{kind.__name__} cannot keep its state in {spec}: a step on dense parameters of a few elements "
-                f"failed: {why}"
-            ) from error
-        for parameter in pair:
-            _check_state(twin, parameter, spec)
-        found.append([x.detach() for p in pair for x in (p, *twin.state[p].values()) if isinstance(x, Tensor)])
-    if hooks:
-        raise NarrowgateError(
-            f"{kind.__name__} cannot keep its state in {spec}: its step calls that of another optimizer, whose hooks "
-            "would run several times a step"
-        )
-    if not all(torch.equal(a, b) for a, b in zip(*found, strict=True)):
-        raise NarrowgateError(
-            f"{kind.__name__} cannot keep its state in {spec}: its step depends on which parameters it updates together"
-        )
+    setattr(step, _SCHEDULED, True)
+    optimizer.__dict__["step"] = step
 
 
 def _buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
@@ -332,7 +285,7 @@ def _put_back(optimizer: Optimizer, stored: Mapping[Tensor, Mapping[str, Tensor]
     storage = _storage(optimizer)
     lowered = [parameter for parameter in stored if any(name in optimizer.state[parameter] for name in MOMENTS)]
     for parameter in lowered:
-        _check_state(optimizer, parameter, storage.spec)
+        check_state(optimizer, parameter, storage.spec)
     keys = _keys(optimizer, lowered) if storage.spec.sr else {}
     for parameter in lowered:
         spec, state, before = storage.stored(parameter), optimizer.state[parameter], stored[parameter]
@@ -375,7 +328,7 @@ def _store_all(optimizer: Optimizer) -> None:
             state, spec = optimizer.state.get(parameter), storage.stored(parameter)
             if state is None or spec is None:
                 continue
-            _check_state(optimizer, parameter, spec)
+            check_state(optimizer, parameter, spec)
             for name in MOMENTS:
                 if name in state:
                     entries = store(name, local(state[name]), spec, storage.place(parameter), None)

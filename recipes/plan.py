@@ -283,8 +283,8 @@ class Plan:
     def wrap_optimizer(self, optimizer: Optimizer, *, keep_weights: bool = False) -> Optimizer:
         """Make ``optimizer`` keep its state as the recipe says, in place, and return it; FP32 state stays as it is.
 
-        See :func:`narrowgate.precision.lower_state`. Call it after ``fully_shard``, before a learning-rate scheduler
-        is built and before ``torch.distributed.checkpoint`` asks for the state.
+        See :func:`narrowgate.precision.lower_state`. Call it after ``fully_shard``, before
+        ``torch.distributed.checkpoint`` asks for the state.
 
         Args:
             optimizer: a ``torch.optim.Optimizer`` over the model's Parameters.

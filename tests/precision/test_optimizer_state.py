@@ -386,6 +386,21 @@ def test_hooks_schedules_closures_and_scalers_see_one_step(monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_schedule_may_be_there_before():
+    models = Net(), Net()
+    plain = Adam(models[0].parameters(), lr=0.01)
+    early = torch.optim.lr_scheduler.StepLR(plain, 1, 0.5)
+    optimizer = lower_state(plain, "bf16+sr", names=names_of(models[0]), seed=3)
+    late = torch.optim.lr_scheduler.StepLR(lowered(models[1], "bf16+sr"), 1, 0.5)
+    for model, its, schedule in ((models[0], optimizer, early), (models[1], late.optimizer, late)):
+        for number in range(3):
+            train(model, its, range(number, number + 1))
+            schedule.step()
+    assert optimizer.state[models[0].wide.weight]["exp_avg"].dtype == torch.bfloat16
+    assert_same_run(models[0], optimizer, models[1], late.optimizer)
+
+
 def test_a_group_that_is_added_later_is_stored_alike():
     model, extra = Net(), nn.Parameter(torch.ones(70, 70))
     optimizer = lowered(model, "bf16+sr")
@@ -453,10 +468,10 @@ def test_other_misuse_is_one_clear_line():
         lower_state(optimizer, "bf16")
     with pytest.raises(NarrowgateError, match=r"'0\.0': found torch\.bfloat16, expected FP32 parameters"):
         lower_state(Adam(Net().bfloat16().parameters()), "bf16+sr")
-    scheduled = Adam(model.parameters())
-    torch.optim.lr_scheduler.StepLR(scheduled, 1)
-    with pytest.raises(NarrowgateError, match="build learning-rate schedulers after"):
-        lower_state(scheduled, "bf16")
+    replaced = Adam(model.parameters())
+    replaced.step = lambda closure=None: None  # type: ignore[method-assign]
+    with pytest.raises(NarrowgateError, match="step was replaced on the instance"):
+        lower_state(replaced, "bf16")
     with pytest.raises(NarrowgateError, match=r"found a Net, expected a torch\.optim\.Optimizer"):
         lower_state(model, "bf16")  # type: ignore[arg-type]
     for spec in ("fp8_e4m3", "fp8_e4m3/row", "fp8_e4m3/128x128", "nvfp4", "mxfp8/32x32", "fp8_e4m3/1x128+clip(p=99)"):
