@@ -25,7 +25,7 @@ STATES = ("bf16+sr", "fp8_e4m3/1x128+sr")
 STEPS = 2
 
 
-def recipe(state: str, *, name: str = "saved", grad: str = "fp8_e5m2+delayed(3)+sr") -> Recipe:
+def recipe(state: str, *, name: str = "saved", grad: str = "fp8_e5m2+delayed(3)+sr", gather: str = "bf16") -> Recipe:
     """Delayed scales and stochastic rounding, so that every kind of state decides on the bits of a step."""
     rule = {
         "layers": ["0", "2"],
@@ -33,7 +33,8 @@ def recipe(state: str, *, name: str = "saved", grad: str = "fp8_e5m2+delayed(3)+
         "dgrad": {"grad": grad, "weight": "fp8_e4m3"},
         "wgrad": {"grad": grad, "input": "fp8_e4m3+delayed(3)"},
     }
-    return Recipe.from_dict({"recipe": name, "rules": [rule], "optimizer": {"state": state}})
+    parts = {"shards": {"all_gather": gather}, "optimizer": {"state": state}}
+    return Recipe.from_dict({"recipe": name, "rules": [rule], **parts})
 
 
 def plain() -> nn.Sequential:
@@ -116,6 +117,7 @@ def _stage(number: int, mesh: Any, folder: Path) -> dict[str, Any]:
         save(model, optimizer, folder / f"{number}.{index}")
         found[state] = {"losses": losses, **everything(model, optimizer)}
     if number == 2:
+        found |= _elsewhere(folder)
         model, optimizer = build(STATES[0], mesh)
         load(model, optimizer, folder / "plain", with_recipe=False)
         found["from_plain"] = everything(model, optimizer)
@@ -124,6 +126,21 @@ def _stage(number: int, mesh: Any, folder: Path) -> dict[str, Any]:
             warnings.simplefilter("always")
             load(other, optimizer, folder / "0.0")
         found["warnings"] = [str(entry.message) for entry in caught if entry.category is UserWarning]
+    return found
+
+
+def _elsewhere(folder: Path) -> dict[str, Any]:
+    """Replicas of shards, and weights that travel as codes: stepped, saved, and taken up by another such model."""
+    found: dict[str, Any] = {}
+    for case, shape, gather in (("replicas", (2, 1), "bf16"), ("codes", (1, 2), "fp8_e4m3")):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replica", "shard"))
+        model, optimizer = build(STATES[1], mesh, gather=gather)
+        train(model, optimizer, 0)
+        save(model, optimizer, folder / case)
+        model, optimizer = build(STATES[1], mesh, gather=gather)
+        load(model, optimizer, folder / case)
+        losses = train(model, optimizer, STEPS)
+        found[case] = {"losses": losses, **everything(model, optimizer)}
     return found
 
 

@@ -89,6 +89,16 @@ def test_resuming_on_another_number_of_ranks_repeats_a_run_that_never_stopped(fo
     assert_same(found[stage][state], alone[state][stage])
 
 
+@pytest.mark.parametrize("case", ["replicas", "codes"])
+def test_so_does_it_with_replicas_of_shards_and_with_weights_that_travel_as_codes(found, alone, script, case):
+    expected = alone[script.STATES[1]][1]
+    if case == "codes":
+        model, optimizer = script.build(script.STATES[1], gather="fp8_e4m3")
+        losses = script.train(model, optimizer, 0, 2 * script.STEPS)
+        expected = {"losses": losses[script.STEPS :], **script.everything(model, optimizer)}
+    assert_same(found[2][case], expected)
+
+
 def test_a_model_without_recipe_takes_weights_and_moments(folder, alone, script):
     expected = alone["fp8_e4m3/1x128+sr"][0]
     model = script.plain()

@@ -12,10 +12,11 @@ import torch._functorch.config as functorch
 from narrowgate.models import Batch, GemTask, LoopOptions, Preset, Trainer
 from narrowgate.models.checkpointing import MODES, checkpoint_activations
 from narrowgate.precision.errors import NarrowgateError
+from narrowgate.recipes import OptimizerState, Recipe
 from torch import nn
 
 
-def trainer(task: GemTask, seed: int = 1, recipe: str | None = None, **options: Any) -> Trainer:
+def trainer(task: GemTask, seed: int = 1, recipe: str | Recipe | None = None, **options: Any) -> Trainer:
     return Trainer(task, seed=seed, recipe=recipe, options=LoopOptions(**options))
 
 
@@ -36,8 +37,13 @@ def test_a_seed_repeats_a_training_bit_for_bit(task: GemTask) -> None:
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-@pytest.mark.parametrize("recipe", [None, "fp8-delayed", "gem-fp8"])
-def test_a_resumed_training_gives_the_same_bits(recipe: str | None, small: Preset, tmp_path: Path) -> None:
+LOW_STATE = Recipe(name="low-state", extends="fp8-tensor", optimizer=OptimizerState(state="fp8_e4m3/1x32+sr"))
+
+
+@pytest.mark.parametrize(
+    "recipe", [None, "fp8-delayed", "gem-fp8", LOW_STATE], ids=["none", "fp8-delayed", "gem-fp8", "state"]
+)
+def test_a_resumed_training_gives_the_same_bits(recipe: str | Recipe | None, small: Preset, tmp_path: Path) -> None:
     # Dropout, rowwise Adagrad and, with a recipe, histories and stochastic rounding: all have to come back.
     training = dataclasses.replace(small.training, table_lr=0.05)
     model = dataclasses.replace(small.model, d=32, fm_hidden=(64,), dropout=0.3)
