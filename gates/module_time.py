@@ -46,15 +46,16 @@ class AheadTimer(CudaTimer):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self._leads: dict[StepFunction, float] = {}
+        # By identity: a step that were kept here would keep its tensors.
+        self._leads: dict[int, float] = {}
 
     def block(self, step: StepFunction, steps: int) -> BlockTime:
         """Time a block behind a kernel that only waits."""
         torch.cuda.synchronize(self._device)
-        torch.cuda._sleep(int(_CYCLES * min(self._leads.get(step, _FIRST_LEAD), _MOST_LEAD)))
+        torch.cuda._sleep(int(_CYCLES * min(self._leads.get(id(step), _FIRST_LEAD), _MOST_LEAD)))
         events, launched = self._launch(step, steps)
         torch.cuda.synchronize(self._device)
-        self._leads[step] = _MARGIN * launched
+        self._leads[id(step)] = _MARGIN * launched
         return BlockTime(self._median(events), launched * 1000 / steps)
 
 
@@ -83,7 +84,8 @@ def measure_module_time(
 
     timer = AheadTimer(device)
     with honest_compilation():
-        found = time_regions(find_regions(models[0], loss, plan), models, device, timer, limits, alpha, told)
+        regions = find_regions(models[0], loss, plan)
+        found = time_regions(regions, models, device, timer, limits, alpha, told, compiled=bool(baseline.compiled))
     for arm in (baseline, candidate):
         arm.park()
     update = {"seconds": time.perf_counter() - started, "clocks_note": timer.note}
@@ -98,17 +100,20 @@ def time_regions(
     limits: SpeedPlan,
     alpha: float,
     told: Callable[[int, int, str], None] = lambda i, n, name: None,
+    *,
+    compiled: bool = False,
 ) -> ModuleTime:
     """Time regions in both models, one after the other, until the budget ends.
 
     Args:
         found: regions with their calls and layers, heaviest first.
-        models: baseline and candidate, on ``device`` and in training mode; compiled by region where that is a GPU.
+        models: baseline and candidate, on ``device`` and in training mode.
         device: where to run.
         timer: what times blocks.
         limits: number of quartets, steps of a block, and the budget.
         alpha: level of the intervals.
         told: hears of every region before it is timed.
+        compiled: compile each region by itself, as an arm's model is compiled.
     """
     whole, started = sum(entry.flops for entry in found), timer.now()
     modules: list[ModuleRun] = []
@@ -120,7 +125,7 @@ def time_regions(
         if rest > 0:
             told(i + 1, len(found), entry.region.name)
             try:
-                quartets = _time(entry.region, models, device, timer, limits, rest, alpha)
+                quartets = _time(entry.region, models, device, timer, limits, rest, alpha, compiled)
                 if len(quartets) >= limits.min_quartets:
                     modules.append(ModuleRun(**facts, quartets=quartets))
                     why = None
@@ -142,11 +147,12 @@ def _time(
     limits: SpeedPlan,
     seconds: float,
     alpha: float,
+    compiled: bool,
 ) -> tuple[Quartet, ...]:
     """Return the quartets of one region: ``min_quartets``, or fewer where the seconds ended."""
     begun = timer.now()
     leaves = [leaf.make(device) for leaf in region.leaves.values()]
-    steps = [_call(region.build(model), leaves, device) for model in models]
+    steps = [_call(region.build(model), leaves, device, compiled) for model in models]
     for step in steps:
         for i in range(_WARMUP_CALLS):
             step(i)
@@ -158,9 +164,9 @@ def _time(
     return run_quartets(steps[0], steps[1], timer, limits.model_copy(update=few), alpha)[0]
 
 
-def _call(region: nn.Module, leaves: Sequence[Tensor], device: torch.device) -> StepFunction:
+def _call(region: nn.Module, leaves: Sequence[Tensor], device: torch.device, compiled: bool) -> StepFunction:
     """Return what runs a region once, forward and backward, from the gradients of random outputs."""
-    run = compile_model(region) if device.type == "cuda" else region
+    run = compile_model(region) if compiled else region
     trained = [*region.parameters(), *leaves]
     arithmetic = Arithmetic.of(device)
     gradients: list[Tensor] = []

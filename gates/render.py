@@ -81,7 +81,15 @@ def terminal_text(report: Report) -> str:
     return (
         f"{report.verdict.upper()}: {report.recipe.name}\n{reasons}\n\n{table}\n\n{quality}\n"
         f"  Baseline: {baseline}; {report.statistics.n} paired seeds.\n"
+        f"  Took {wall_text(report.wall_seconds)}.\n"
     )
+
+
+def wall_text(seconds: dict[str, float]) -> str:
+    """Return how long a run took and on what, longest first."""
+    parts = sorted(((s, part) for part, s in seconds.items() if part != "all"), reverse=True)
+    told = ", ".join(f"{part} {s:.0f}" for s, part in parts if s >= 0.5)
+    return f"{seconds.get('all', sum(s for s, _ in parts)):.0f} s" + (f" ({told})" if told else "")
 
 
 def quality_lines(report: Report) -> list[str]:

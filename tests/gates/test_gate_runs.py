@@ -28,7 +28,8 @@ def test_a_users_model_goes_from_recipe_to_reports_and_back(room: Path, narrowga
     jsonschema.validate(report, report_schema())
     gates = {g["name"]: g["status"] for g in report["gates"]}
     assert gates["stability"] == "pass"
-    assert gates["step_time"] == gates["memory"] == "undecided"
+    assert gates["step_time"] == gates["module_time"] == gates["memory"] == "undecided"
+    assert report["evidence"]["module"]["why"] == "this run had no GPU"
     assert report["measurements"]["rows"]["clusters"] == 500
     assert report["measurements"]["rows"]["rows"] == 2000
     for seed in report["measurements"]["seeds"]:

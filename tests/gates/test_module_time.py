@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from narrowgate.gates import module_time
 from narrowgate.gates.compare import compare
 from narrowgate.gates.decision import decide, decide_family
 from narrowgate.gates.html import render_html
@@ -24,13 +25,15 @@ from narrowgate.gates.measurements import (
     Quartet,
 )
 from narrowgate.gates.module_sums import owners_of_loss, total_log_ratios
-from narrowgate.gates.module_time import time_regions
+from narrowgate.gates.module_time import measure_module_time, time_regions
 from narrowgate.gates.policy import BUILTIN_POLICIES, SpeedPlan
 from narrowgate.gates.regions import Found, find_regions
 from narrowgate.gates.render import render_report, terminal_text
 from narrowgate.gates.report import Report, report_schema
 from narrowgate.gates.speed import BlockTime, StepFunction
-from narrowgate.recipes import apply_recipe
+from narrowgate.gates.task import load_task
+from narrowgate.gates.train import Arm
+from narrowgate.recipes import apply_recipe, load_recipe
 from torch import nn
 
 STANDARD = BUILTIN_POLICIES["standard"]
@@ -239,6 +242,20 @@ def test_backward_runs_too(regions) -> None:
     assert len(seen) == 3 + 3 + 3 * 2 * 3
 
 
+def test_regions_compile_by_themselves(regions, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, models = regions
+    whole: list[Any] = []
+
+    def compile_whole(module: nn.Module) -> Any:
+        whole.append(torch.compile(module, backend="aot_eager", fullgraph=True))
+        return whole[-1]
+
+    monkeypatch.setattr(module_time, "compile_model", compile_whole)
+    measured = time_regions(found[:1], models, CPU, HostTimer(), FEW, 0.05, compiled=True)
+    assert len(whole) == 2, "once in each arm"
+    assert measured.left_out == ()
+
+
 def test_the_budget_leaves_out_the_lightest_and_says_so(regions) -> None:
     found, models = regions
     # A block is a second; a region takes two to warm up and four a quartet: 14 in all.
@@ -282,6 +299,29 @@ def test_planted_one_slow_module_is_named(regions, measurements) -> None:
     assert reason.code == "modules_too_slow"
     assert "Most of it is lost in top (" in reason.text
     assert "body (" not in reason.text
+
+
+def test_the_arms_of_a_run_are_timed_on_the_first_batch_and_parked(room: Path, monkeypatch) -> None:
+    class Timer(HostTimer):
+        note = "not recorded: no NVML"
+
+        def __init__(self, device: torch.device) -> None:
+            super().__init__()
+
+    monkeypatch.setattr(module_time, "AheadTimer", Timer)
+    torch.set_num_threads(1)
+    task, recipe = load_task("ranker:good"), load_recipe("all-fp8.yaml")
+    arms = Arm(task, CPU), Arm(task, CPU, recipe)
+    plan = apply_recipe(task.build_model(), recipe)
+    found = measure_module_time(*arms, plan, FEW, 0.05, lambda i, n, name: None)
+    assert [(m.name, m.products[0].m, m.around) for m in found.modules] == [
+        ("body", 64, ("relu", "Dropout")),
+        ("head", 64, ("relu", "Dropout", "squeeze", "float")),
+    ]
+    assert found.seconds is not None
+    assert found.seconds > 0
+    assert found.clocks_note == Timer.note
+    assert all(p.grad is None for arm in arms for p in arm.module(0).parameters())
 
 
 @pytest.fixture
@@ -368,11 +408,6 @@ def test_compare_sets_modules_side_by_side(report: Report, accepted: Report) -> 
 
 @pytest.mark.gpu
 def test_on_a_gpu_modules_are_timed_alone(room: Path) -> None:
-    from narrowgate.gates.module_time import measure_module_time
-    from narrowgate.gates.task import load_task
-    from narrowgate.gates.train import Arm
-    from narrowgate.recipes import load_recipe
-
     task, device = load_task("ranker:good"), torch.device("cuda")
     recipe = load_recipe("all-fp8.yaml")
     baseline, candidate = Arm(task, device), Arm(task, device, recipe)

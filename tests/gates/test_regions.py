@@ -190,3 +190,21 @@ def test_layers_within_a_checkpoint_are_found(reentrant: bool) -> None:
     found = regions_of(model, lambda m: checkpoint(m, torch.randn(4, 8, requires_grad=True), use_reentrant=reentrant))
     assert {name for entry in found.values() for name in entry.layers} == {"gate", "up", "down"}
     assert all(leaf.requires_grad for entry in found.values() for leaf in entry.region.leaves.values())
+
+
+def test_every_lowered_layer_of_a_built_in_model_is_in_a_region_that_runs() -> None:
+    from narrowgate.models import GemTask
+
+    task = GemTask.open("gem-tiny", "synthetic")
+    model = task.build_model()
+    lowered = copy.deepcopy(model)
+    plan = apply_recipe(lowered, "fp8-tensor")
+    batch = next(iter(task.train_batches(0)))
+    found = find_regions(model, lambda: task.loss(model, batch), plan)
+    named = [name for entry in found for name in entry.layers]
+    assert sorted(named) == sorted(layer.name for layer in plan.lowered)
+    for entry in found[-3:]:
+        leaves = [leaf.make(torch.device("cpu")) for leaf in entry.region.leaves.values()]
+        own, other = (entry.region.build(m)(*leaves) for m in (model, lowered))
+        for a, b in zip(own, other, strict=True):
+            assert 0 < (a - b).norm() / a.norm() < 0.1

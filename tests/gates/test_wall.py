@@ -8,12 +8,20 @@ from typing import Any
 import pytest
 from narrowgate.gates.measurements import ModuleTime, SeedRun, StepTime
 from narrowgate.gates.plots_speed import wall_chart
+from narrowgate.gates.render import terminal_text, wall_text
 from narrowgate.gates.wall import Marks, wall_seconds
 
 #: Opening took 2 s, training 100, attribution of quality none, speed 60.
 MARKS = Marks(started=10, opened=12, trained=112, attributed=112, timed=172)
 STEP = StepTime(status="measured", profile_seconds=5.0)
 MODULES = ModuleTime(status="measured", seconds=25.0)
+
+
+def test_the_terminal_says_what_took_longest(accepted) -> None:
+    wall = {"setup": 0.2, "training": 60.4, "step timing": 90.0, "all": 151.0}
+    text = terminal_text(accepted.model_copy(update={"wall_seconds": wall}))
+    assert "  Took 151 s (step timing 90, training 60).\n" in text
+    assert wall_text({"all": 0.3}) == "0 s"
 
 
 @pytest.fixture
