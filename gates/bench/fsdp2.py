@@ -8,6 +8,7 @@ slowest rank's.
 **Exposed.** Every arm also takes its turns with ``local`` collectives: the same step, in which a gather repeats this
 rank's shard in place of the others' (the same writes to memory, nothing on the wire) and a reduce-scatter keeps this
 rank's part. ``exposed_ms`` is the step minus that one. The all-reduces of amaxes, a few bytes, stay in both.
+A recipe that reduces gradients itself (``shards.reduce_scatter``) is timed without such turns.
 
 **Bytes** are counted at the collectives in a step of its own (:class:`narrowgate.precision.WireCount`), and compared
 with what :mod:`narrowgate.recipes.wire_plan` plans; a difference is a fault of the run. What a DTensor's own operators
@@ -31,14 +32,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from ...models.optimizers import table_parameters
 from ...precision.wire import WireCount
 from ...recipes import resolve
-from ...recipes.plan import Plan
 from ...recipes.topology import example_topology
 from ...recipes.wire_plan import Layout, predict_wire
 from ...recipes.wire_units import Sharding
 from ..measurements import Clocks
 from ..speed import BlockTime, CudaTimer, StepFunction, Timer
 from ..train import honest_compilation, seed_generators
-from .fsdp2_arms import ShardedArm, ShardedCase, recipe
+from .fsdp2_arms import ShardedArm, ShardedCase
 from .fsdp2_gather import all_gather
 from .gem import GemSettings, HostTimer, ratio, take_turns
 
@@ -125,8 +125,8 @@ class Running:
 
     arm: ShardedArm
     step: StepFunction
-    switches: tuple[_Gather, _Scatter]
-    plan: Plan | None
+    #: None where the recipe reduces gradients itself, which nothing can stand in for.
+    switches: tuple[_Gather, _Scatter] | None
     loss: float
     wire: WireCount
     #: At the height of a step, above what lies there between steps.
@@ -134,6 +134,7 @@ class Running:
 
     def local_step(self, i: int) -> None:
         """One step that sends nothing."""
+        assert self.switches is not None
         for switch in self.switches:
             switch.local = True
         try:
@@ -144,13 +145,13 @@ class Running:
 
 
 def measure_sharded(
-    case: ShardedCase, groups: list[tuple[ShardedArm, ShardedArm]], mesh: DeviceMesh, settings: GemSettings
+    case: ShardedCase, groups: list[tuple[ShardedArm, ...]], mesh: DeviceMesh, settings: GemSettings
 ) -> ShardedResult:
     """Measure a BF16 model and ``groups`` of arms on all ranks, and return a row for each arm.
 
     Args:
         case: the model.
-        groups: (FP8 payload, the same products with BF16 payload) each.
+        groups: (FP8 payload, the same products with BF16 payload, ...) each.
         mesh: of all ranks, one dimension.
         settings: how; ``seconds`` is what the case may take.
     """
@@ -188,7 +189,9 @@ def _measure_group(
     running = {bf16.arm.name: bf16, **_ready(group, case, mesh, settings, result)}
     steps: dict[str, StepFunction] = {}
     for name, one in running.items():
-        steps |= {name: one.step, name + _LOCAL: one.local_step}
+        steps[name] = one.step
+        if one.switches is not None:
+            steps[name + _LOCAL] = one.local_step
     found, stopped = take_turns(steps, timer, settings, deadline)
     for name, one in running.items():
         if one is bf16 and result.rows:
@@ -203,7 +206,8 @@ def _measure_group(
 
 def describe(row: Row) -> str:
     """Return a row as a line of progress."""
-    parts = [f"  {row['arm']:10} {row['variant']:26} {row['ms']:9.3f} ms, {row['exposed_ms']:8.3f} exposed"]
+    parts = [f"  {row['arm']:10} {row['variant']:34} {row['ms']:9.3f} ms"]
+    parts.append(" " * 16 if row["exposed_ms"] is None else f"{row['exposed_ms']:8.3f} exposed")
     parts.append(f"{sum(row['bytes'].values()) / 1e6:9.1f} MB")
     if row.get("ratio") is not None:
         parts.append(f"{row['ratio']:.3f}x bf16")
@@ -239,7 +243,8 @@ def _make(arm: ShardedArm, case: ShardedCase, mesh: DeviceMesh, settings: GemSet
     seed_generators(0)
     model = case.build()
     plan = arm.prepare(model, case.where, settings.device)
-    switches = shard(model, case.units(model), mesh, compiled=settings.gpu)
+    shard(model, case.units(model), mesh, compiled=settings.gpu)
+    switches = switch_collectives(model) if arm.reduce is None else None
     dense = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(dense, lr=_RATE, fused=settings.gpu or None)
     if plan is not None:
@@ -271,12 +276,12 @@ def _make(arm: ShardedArm, case: ShardedCase, mesh: DeviceMesh, settings: GemSet
         step(0)
         torch.cuda.synchronize(settings.device)
         peak = torch.cuda.max_memory_allocated(settings.device) - before
-    return Running(arm, step, switches, plan, float(losses[0]), wire, peak)
+    return Running(arm, step, switches, float(losses[0]), wire, peak)
 
 
-def shard(model: nn.Module, units: list[str], mesh: DeviceMesh, *, compiled: bool) -> tuple[_Gather, _Scatter]:
-    """Hand ``model`` to FSDP2, unit by unit, in BF16; tables stay whole. Returns the switches of its collectives."""
-    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+def shard(model: nn.Module, units: list[str], mesh: DeviceMesh, *, compiled: bool) -> None:
+    """Hand ``model`` to FSDP2, unit by unit, in BF16; tables stay whole."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     ignored = set(table_parameters(model))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
@@ -288,6 +293,12 @@ def shard(model: nn.Module, units: list[str], mesh: DeviceMesh, *, compiled: boo
             model.get_submodule(parent)._modules[last] = module
         fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=ignored)
     fully_shard(model, mesh=mesh, mp_policy=policy, ignored_params=ignored)
+
+
+def switch_collectives(model: nn.Module) -> tuple[_Gather, _Scatter]:
+    """Put switches in the place of all collectives of a sharded model, and return them."""
+    from torch.distributed.fsdp import FSDPModule
+
     switches = _Gather(), _Scatter()
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -299,15 +310,15 @@ def shard(model: nn.Module, units: list[str], mesh: DeviceMesh, *, compiled: boo
 def _row(case: ShardedCase, one: Running, found: Blocks, mesh: DeviceMesh, settings: GemSettings) -> Row:
     arm = one.arm
     ms, host_ms = _median(found[arm.name])
-    local_ms, _ = _median(found[arm.name + _LOCAL])
+    local_ms = _median(found[arm.name + _LOCAL])[0] if arm.name + _LOCAL in found else None
     row: Row = {
         "case": case.name,
         "arm": arm.arm,
         "variant": arm.told,
         "ms": round(ms, 4),
         "host_ms": round(host_ms, 4),
-        "local_ms": round(local_ms, 4),
-        "exposed_ms": round(ms - local_ms, 4),
+        "local_ms": None if local_ms is None else round(local_ms, 4),
+        "exposed_ms": None if local_ms is None else round(ms - local_ms, 4),
         "bytes": {name: one.wire.total(name) for name in sorted(one.wire.calls)},
         "calls": {name: one.wire.calls[name] for name in sorted(one.wire.calls)},
         "planned_bytes": _planned(case, arm, mesh.size()),
@@ -331,8 +342,7 @@ def _planned(case: ShardedCase, arm: ShardedArm, ranks: int) -> dict[str, int] |
     if arm.arm == "torchao" and arm.coded:
         return None
     model = case.shape()
-    variant = arm.variant if arm.variant != "bf16" else "fp8_tensor"
-    plan = resolve(recipe(variant, case.where, coded=arm.coded), model)
+    plan = resolve(arm.recipe(case.where), model)
     tables = [name for name, module in model.named_modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
     sharding = Sharding(units=case.units(model), ignored=tables, joint_amaxes=True)
     wire = predict_wire(model, plan, Layout(ranks, ranks), example_topology(), sharding)

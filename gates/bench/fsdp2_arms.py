@@ -7,7 +7,7 @@ recipe without ``shards``: the same products, from weights that were gathered in
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ...models.optimizers import table_parameters
 from ...models.task import GemTask
 from ...precision.errors import NarrowgateError, did_you_mean
+from ...precision.spec import as_spec
 from ...recipes import apply_recipe
 from ...recipes.plan import Plan
 from ...recipes.recipe import Recipe
@@ -46,6 +47,8 @@ class ShardedArm:
     variant: str
     #: Whether the weights travel in the variant's format.
     coded: bool
+    #: How gradients travel (``shards.reduce_scatter``); None: FSDP2 reduces them in BF16.
+    reduce: str | None = None
 
     @property
     def name(self) -> str:
@@ -55,17 +58,23 @@ class ShardedArm:
     @property
     def told(self) -> str:
         """The variant as a result's row has it."""
-        return self.variant if self.coded or self.arm == "bf16" else self.variant + BF16_PAYLOAD
+        gradients = "" if self.reduce is None else f", {self.reduce} gradients"
+        return self.variant + ("" if self.coded or self.arm == "bf16" else BF16_PAYLOAD) + gradients
 
     @property
     def twin(self) -> ShardedArm:
         """The same products with BF16 payload."""
         return ShardedArm(self.arm, self.variant, coded=False)
 
+    def recipe(self, where: str) -> Recipe:
+        """Return the recipe that :meth:`prepare` applies; BF16's gathers and lowers nothing that anyone multiplies."""
+        variant = "fp8_tensor" if self.arm == "bf16" else self.variant
+        return recipe(variant, where, coded=self.coded, reduce=self.reduce)
+
     def prepare(self, model: nn.Module, where: str, device: torch.device) -> Plan | None:
         """Change a fresh model in place; return the plan of a recipe."""
         if self.arm == "narrowgate":
-            return apply_recipe(model, recipe(self.variant, where, coded=self.coded))
+            return apply_recipe(model, self.recipe(where))
         if self.arm == "torchao":
             _torchao(model, where, coded=self.coded, emulate=device.type != "cuda")
         return None
@@ -83,12 +92,21 @@ class ShardedArm:
         return lambda: reduce_amaxes(model)
 
 
-def pick_groups(variants: Sequence[str], arms: Sequence[str]) -> list[tuple[ShardedArm, ShardedArm]]:
+def pick_groups(
+    variants: Sequence[str], arms: Sequence[str], reduce: str | None = None
+) -> list[tuple[ShardedArm, ...]]:
     """Return (FP8 payload, the same with BF16 payload) of everything asked for.
 
+    Args:
+        variants: of :data:`VARIANTS`.
+        arms: of :data:`ARMS`.
+        reduce: adds an arm of ours to each group whose gradients travel like this too, for example ``fp8_e5m2+sr``.
+
     Raises:
-        NarrowgateError: an unknown name.
+        NarrowgateError: an unknown name, or no format.
     """
+    if reduce is not None:
+        reduce = str(as_spec(reduce))
     for asked, known, option in ((variants, VARIANTS, "--variants"), (arms, ARMS, "--arms")):
         for name in asked:
             if name not in known:
@@ -98,11 +116,17 @@ def pick_groups(variants: Sequence[str], arms: Sequence[str]) -> list[tuple[Shar
     wanted = [ShardedArm("narrowgate", name, coded=True) for name in variants if "narrowgate" in arms]
     # torchao's gather has a scale a tensor and no other.
     wanted += [ShardedArm("torchao", "fp8_tensor", coded=True)] * ("torchao" in arms)
-    return [(arm, arm.twin) for arm in wanted]
+    return [
+        (arm, arm.twin, *([replace(arm, reduce=reduce)] if reduce is not None and arm.arm == "narrowgate" else []))
+        for arm in wanted
+    ]
 
 
-def recipe(variant: str, where: str, *, coded: bool) -> Recipe:
-    """Return the recipe of one of :data:`VARIANTS` on the linear layers ``where``; ``coded`` gathers its codes."""
+def recipe(variant: str, where: str, *, coded: bool, reduce: str | None = None) -> Recipe:
+    """Return the recipe of one of :data:`VARIANTS` on the linear layers ``where``.
+
+    ``coded`` gathers its codes; ``reduce`` is how gradients travel, where not as FSDP2 sends them.
+    """
     x, weight, grad, shards = VARIANTS[variant]
     fast = {} if "128" in variant else {"accumulate": "fast"}
     rule = {
@@ -113,7 +137,10 @@ def recipe(variant: str, where: str, *, coded: bool) -> Recipe:
         "wgrad": {"grad": grad, "input": x},
     }
     told: dict[str, Any] = {"recipe": f"{variant}-shards", "rules": [rule]}
-    return Recipe.from_dict({**told, "shards": {"all_gather": weight, **shards}} if coded else told)
+    travel = ({"all_gather": weight, **shards} if coded else {}) | (
+        {} if reduce is None else {"reduce_scatter": reduce}
+    )
+    return Recipe.from_dict({**told, "shards": travel} if travel else told)
 
 
 @dataclass(frozen=True)

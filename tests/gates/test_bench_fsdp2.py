@@ -14,6 +14,7 @@ import pytest
 import torch
 from narrowgate.gates.bench.fsdp2_arms import VARIANTS, ShardedArm, pick_groups, recipe, tower
 from narrowgate.precision.errors import NarrowgateError
+from narrowgate.precision.spec import Spec
 from narrowgate.recipes import resolve
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_fsdp2"
@@ -60,7 +61,8 @@ def dry(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_a_dry_run_has_the_rows_of_a_benchmark_and_claims_nothing(dry: dict[str, Any]) -> None:
-    assert (dry["name"], dry["dry_run"], dry["gpus"], dry["faults"]) == ("fsdp2", True, 2, [])
+    assert (dry["name"], dry["dry_run"], dry["gpus"], len(dry["runs"])) == ("fsdp2", True, 2, 1)
+    assert dry["runs"][0]["faults"] == dry["runs"][0]["skipped"] == []
     assert dry["command"].startswith("torchrun --standalone --nproc-per-node 2 scripts/bench_fsdp2 --device cpu --tiny")
     steps = [row for row in dry["rows"] if not row["case"].startswith("gather")]
     assert [(row["arm"], row["variant"]) for row in steps] == [
@@ -115,7 +117,7 @@ def test_what_cannot_run_is_one_line(rank: int | None, arguments: tuple[str, ...
 
 def test_every_fp8_payload_has_its_twin_and_torchao_one() -> None:
     groups = pick_groups(list(VARIANTS), ["narrowgate", "torchao"])
-    assert [(coded.name, twin.name) for coded, twin in groups] == [
+    assert [tuple(arm.name for arm in group) for group in groups] == [
         ("narrowgate fp8_tensor", "narrowgate fp8_tensor, bf16 payload"),
         ("narrowgate fp8_row", "narrowgate fp8_row, bf16 payload"),
         ("narrowgate fp8_128x128", "narrowgate fp8_128x128, bf16 payload"),
@@ -123,6 +125,11 @@ def test_every_fp8_payload_has_its_twin_and_torchao_one() -> None:
     ]
     with pytest.raises(NarrowgateError, match="--variants: found 'fp8_rows'; did you mean 'fp8_row'"):
         pick_groups(["fp8_rows"], ["narrowgate"])
+    ((_, _, reduced),) = pick_groups(["fp8_row"], ["narrowgate"], "fp8_e5m2+sr")
+    assert reduced.told == "fp8_row, fp8_e5m2/tensor+sr gradients"
+    assert reduced.recipe("in_features > 0").shards.reduce_scatter == Spec.parse("fp8_e5m2+sr")
+    with pytest.raises(NarrowgateError, match="unknown format 'fp9'"):
+        pick_groups(["fp8_row"], ["narrowgate"], "fp9")
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
