@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from ...models.task import GemTask
 from ...precision.errors import NarrowgateError
@@ -79,6 +80,8 @@ class Running:
     arm: GemArm
     step: StepFunction
     plan: Plan | None
+    #: Linear layers that are not what the model was built with.
+    lowered: int
     first_loss: float
     #: At the height of a step, and between steps.
     peak_bytes: int | None
@@ -153,7 +156,7 @@ def measure_steps(task: GemTask, arms: Sequence[GemArm], settings: GemSettings, 
         "clocks_note": getattr(timer, "note", None),
     }
     for name, one in running.items():
-        row = _row(case, one, found, name, settings) | {"breakdown": breakdowns.get(name)}
+        row = result_row(case, one, found, name, settings) | {"breakdown": breakdowns.get(name)}
         result.rows.append(row)
         settings.say(describe(row))
     return result
@@ -304,7 +307,8 @@ def _make(arm: GemArm, task: GemTask, batches: Sequence[Any], settings: GemSetti
         rest = torch.cuda.memory_allocated(settings.device) - before
     ready = time.perf_counter() - began
     settings.say(f"  ready: {arm.name}, first loss {first:.5f}, {ready:.0f} s")
-    return Running(arm, step, plan, first, peak, rest, ready)
+    lowered = sum(type(module) is not nn.Linear for module in model.modules() if isinstance(module, nn.Linear))
+    return Running(arm, step, plan, lowered, first, peak, rest, ready)
 
 
 def _release(settings: GemSettings) -> None:
@@ -361,10 +365,11 @@ def quartets(
     ]
 
 
-def _row(
+def result_row(
     case: str, one: Running, found: Mapping[str, Sequence[tuple[BlockTime, BlockTime]]], name: str,
     settings: GemSettings,
 ) -> Row:  # fmt: skip
+    """Return what ``found`` says of the arm ``name``, with its ratios to the references among the others."""
     blocks = [block for pair in found[name] for block in pair]
     row: Row = {
         "case": case,
@@ -377,14 +382,13 @@ def _row(
         "rest_bytes": one.rest_bytes,
         "first_loss": one.first_loss,
         "ready_seconds": round(one.ready_seconds, 1),
-        "lowered": 0 if one.plan is None else len(one.plan.lowered),
+        "lowered": one.lowered,
         "recipe_hash": None if one.plan is None else one.plan.recipe.hash(),
     }
-    for reference in REFERENCES:
+    for reference, suffix in REFERENCES.items():
         if reference not in found or not settings.gpu:
             continue
         mean, bounds = (1.0, (1.0, 1.0)) if reference == name else ratio(found[reference], found[name])
-        suffix = "" if reference == "bf16" else "_to_fused"
         row |= {f"ratio{suffix}": round(mean, 4), f"ci{suffix}": [round(bound, 4) for bound in bounds]}
     if not settings.gpu:
         # Emulated, uncompiled: the code was run, nothing was measured.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...models.task import GemTask
 from ...precision.errors import NarrowgateError, did_you_mean
-from ...recipes import apply_recipe, load_recipe
+from ...recipes import apply_fused_bf16, apply_recipe, load_recipe
 from ...recipes.recipe import Recipe
 from ..rows import rows_for
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 #: Changes a fresh model in place, before it is compiled; returns the plan of what it applied, if anything.
 Prepare = Callable[[GemTask, "nn.Module"], "Plan | None"]
-#: Arms that every other one is compared with, where they run.
-REFERENCES = ("bf16", "bf16_fused")
+#: Arms that every other one is compared with, where they run: the names of their ratios' suffixes.
+REFERENCES = {"bf16": "", "bf16-fused": "_to_fused"}
 
 
 def _as_it_is(task: GemTask, model: nn.Module) -> Plan | None:
@@ -95,8 +95,15 @@ _TENSOR, _ROW = ("fp8_e4m3", "fp8_e5m2"), ("fp8_e4m3/row+pow2", "fp8_e4m3/row+po
 _DELAYED = ("fp8_e4m3+delayed(16)", "fp8_e5m2+delayed(16)")
 _GW_HP: dict[str, Any] = {"dgrad": {"grad": _ROW[1], "weight": "fp8_e4m3+pow2"}, "wgrad": "bf16"}
 
+
+def _fused(task: GemTask, model: nn.Module) -> None:
+    """The layers that our recipe lowers write BF16 from the same fused kernels."""
+    apply_fused_bf16(model, "gem-fp8")
+
+
 _ARMS = (
     GemArm("bf16", "bf16", "bf16"),
+    GemArm("bf16-fused", "bf16_fused", "bf16", _fused),
     GemArm("gem-fp8", "narrowgate", "gem-fp8", _recipe("gem-fp8", "native")),
     GemArm("torchao-tensorwise", "torchao", "tensorwise", _peer("torchao", _eligible, *_TENSOR), peer=True),
     GemArm("torchao-tensorwise-large", "torchao", "tensorwise, large layers",
@@ -115,8 +122,8 @@ _ARMS = (
            _recipe("gem-fp8", "native"), deterministic=True),
 )  # fmt: skip
 ARMS = {arm.name: arm for arm in _ARMS}
-#: What one run takes unless told: our recipe and each peer at its best, which together fit one GPU of 139 GiB.
-USUAL = ("bf16", "gem-fp8", "torchao-tensorwise-large", "torchao-rowwise-large", "te-current-large")
+#: What one run takes unless told: our recipe, the same fusion in BF16, and each peer at its best.
+USUAL = ("bf16", "bf16-fused", "gem-fp8", "torchao-tensorwise-large", "torchao-rowwise-large", "te-current-large")
 
 
 def pick_arms(names: Sequence[str]) -> list[GemArm]:

@@ -147,7 +147,8 @@ def _sample(events: _Events, pool: Ints, positives: Ints, held: NDArray[np.bool_
     for rows, more in ((np.flatnonzero(~held), pool), (np.flatnonzero(held), np.arange(len(events.user)))):
         rated[events.user[more], events.item[more]] = True
         owner = np.repeat(events.user[positives[rows]], negatives)
-        full = rated[:, 1:].all(1)[owner]
+        complete: NDArray[np.bool_] = np.asarray(rated[:, 1:].all(1))
+        full = complete[owner]
         if full.any():
             raise NarrowgateError(f"ml-1m: user {int(owner[full][0])} rated every movie, expected one left to sample")
         drawn = np.empty(len(owner), np.int64)

@@ -48,13 +48,13 @@ def test_every_part_runs_on_a_cpu_and_claims_nothing(
     out = tmp_path / "found.json"
     usual = ("--device", "cpu", "--tiny", "--batch", "32", "--rounds", "2", "--steps", "1", "--out", str(out))
     parts = ("--attention", "--determinism", "--loader", "--stream", "100")
-    assert run(monkeypatch, *usual, "--arms", "gem-fp8", "te-current-large", *parts) == 0
+    assert run(monkeypatch, *usual, "--arms", "bf16-fused", "gem-fp8", "te-current-large", *parts) == 0
     assert "a dry run" in capsys.readouterr().out
     found = json.loads(out.read_text())
     assert {"name", "date", "command", "machine", "versions", "runs", "rows"} == found.keys()
     assert found["name"] == "gem_base"
     rows = {(row["case"].partition("rows")[2].strip(), row["arm"], row["variant"]): row for row in found["rows"]}
-    assert list(rows)[:2] == [("", "bf16", "bf16"), ("", "narrowgate", "gem-fp8")]
+    assert list(rows)[:3] == [("", "bf16", "bf16"), ("", "bf16_fused", "bf16"), ("", "narrowgate", "gem-fp8")]
     for row in found["rows"]:
         assert row["ms"] > 0
         assert row["command"] == found["command"]
@@ -62,7 +62,9 @@ def test_every_part_runs_on_a_cpu_and_claims_nothing(
         assert row.get("ratio") is row.get("ci") is row.get("exposed") is row.get("saved_of_promised") is None
     ours, plain = rows["", "narrowgate", "gem-fp8"], rows["", "bf16", "bf16"]
     assert set(FACTS) <= ours.keys()
-    assert ours["lowered"] > plain["lowered"] == 0
+    fused = rows["", "bf16_fused", "bf16"]
+    assert ours["lowered"] == fused["lowered"] > plain["lowered"] == 0
+    assert fused["first_loss"] == pytest.approx(plain["first_loss"], rel=1e-3)
     # The same weights, batch and dropout: the recipe's error is all that lies between them.
     assert 0 < abs(ours["first_loss"] / plain["first_loss"] - 1) < 0.02
     assert all(row["same_bits"] for (case, *_), row in rows.items() if case == "repeats")
@@ -175,6 +177,30 @@ def test_the_interval_is_students_t_on_log_ratios() -> None:
     assert mean == pytest.approx(np.exp(logs.mean()))
     expected = stats.ttest_1samp(logs, 0).confidence_interval(0.9)
     assert bounds == pytest.approx(tuple(np.exp(expected)))
+
+
+def test_ratios_are_to_bf16_and_to_the_same_fusion_in_bf16() -> None:
+    running = {
+        name: gem.Running(ARMS[name], lambda i: None, None, 0, 0.5, 3, 1, 9.0)
+        for name in ("bf16", "bf16-fused", "gem-fp8")
+    }
+    draw = np.random.default_rng(0)
+    times = {"bf16": 12.0, "bf16-fused": 11.0, "gem-fp8": 8.0}
+    found = {
+        name: [(BlockTime(a, a), BlockTime(b, b)) for a, b in (ms * np.exp(draw.normal(0, 0.001, (20, 2)))).tolist()]
+        for name, ms in times.items()
+    }
+    settings = replace(SETTINGS, device=torch.device("cuda", 0))
+    rows = {name: gem.result_row("case", one, found, name, settings) for name, one in running.items()}
+    assert rows["bf16"]["ratio"] == rows["bf16-fused"]["ratio_to_fused"] == 1
+    for name, row in rows.items():
+        for reference, suffix in (("bf16", ""), ("bf16-fused", "_to_fused")):
+            expected = times[reference] / times[name]
+            low, high = row[f"ci{suffix}"]
+            assert low <= row[f"ratio{suffix}"] <= high
+            assert row[f"ratio{suffix}"] == pytest.approx(expected, rel=2e-3)
+    assert rows["gem-fp8"]["peak_bytes"] == 3
+    assert "dry_run" not in rows["gem-fp8"]
 
 
 def fails(task: GemTask, model: torch.nn.Module) -> None:
