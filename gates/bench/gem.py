@@ -278,7 +278,7 @@ def _make(arm: GemArm, task: GemTask, batches: Sequence[Any], settings: GemSetti
     plan = arm.prepare(own, model)
     optimizer = make_optimizer(own, model)
     if plan is not None:
-        optimizer = plan.wrap_optimizer(optimizer)
+        optimizer = plan.wrap_optimizer(optimizer, keep_weights=arm.keep_weights)
     forward, arithmetic = compile_model(model) if settings.gpu else model, Arithmetic.of(settings.device)
     losses: list[torch.Tensor] = []
 
