@@ -17,7 +17,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from .errors import NarrowgateError
+from .packing import pack_fp4, unpack_fp4
 from .quantization import QuantizedTensor
+from .scaling import as_e8m0
 from .spec import Spec
 
 _ATEN = torch.ops.aten
@@ -44,9 +46,10 @@ class CodedWeight(Tensor):
         A tensor scale is also one scale for each row, whichever axis the rows are.
         """
         codes = self.codes()
-        own = codes.spec
-        if not serves(own, spec, dim):
+        if not serves(codes.spec, spec, dim):
             return None
+        if dim != codes.dim and codes.spec.fmt.element.bits == 4:  # packed in pairs along the contraction
+            return replace(codes, data=pack_fp4(unpack_fp4(codes.data, codes.shape[1], 1), 0), dim=0)
         return replace(codes, dim=dim)
 
     def dequantize(self) -> Tensor:
@@ -71,32 +74,52 @@ class GatheredWeight(CodedWeight):
 
     _data: Tensor
     _scale: Tensor
+    _tensor_scale: Tensor | None
     _spec: Spec
 
     @staticmethod
-    def __new__(cls, data: Tensor, scale: Tensor, spec: Spec, dtype: torch.dtype) -> GatheredWeight:
-        """Wrap codes [N, K] (float8) and their scales; ``dtype`` is what the weight passes for."""
-        weight = Tensor._make_wrapper_subclass(cls, data.shape, dtype=dtype, device=data.device)  # type: ignore[attr-defined]
-        weight._data, weight._scale, weight._spec = data, scale, spec
+    def __new__(
+        cls,
+        data: Tensor,
+        scale: Tensor,
+        tensor_scale: Tensor | None,
+        spec: Spec,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+    ) -> GatheredWeight:
+        """Wrap the codes of a weight [N, K] and their scales, as :class:`QuantizedTensor` has them for ``dim`` 1.
+
+        Args:
+            data: the codes; float8, or uint8 for FP6 and, packed, FP4.
+            scale: dequantization scales; E8M0 as its uint8 codes, which Inductor knows on the CPU too.
+            tensor_scale: NVFP4's, else None.
+            spec: how the weight is quantized.
+            shape: (N, K).
+            dtype: what the weight passes for.
+        """
+        weight = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=data.device)  # type: ignore[attr-defined]
+        weight._data, weight._scale, weight._tensor_scale, weight._spec = data, scale, tensor_scale, spec
         return weight
 
     def codes(self) -> QuantizedTensor:
         """The codes and scales, contracted over K."""
-        return QuantizedTensor(self._data, self._scale, None, self._spec, 1, tuple(self._data.shape))
+        scale = as_e8m0(self._scale) if self._scale.dtype == torch.uint8 else self._scale
+        return QuantizedTensor(self._data, scale, self._tensor_scale, self._spec, 1, tuple(self.shape))
 
-    def rescale(self, scale: Tensor) -> None:
+    def rescale(self, scale: Tensor, tensor_scale: Tensor | None) -> None:
         """Take the scales of a new gather, whose codes are in the buffer already."""
-        self._scale = scale
+        self._scale, self._tensor_scale = scale, tensor_scale
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"GatheredWeight(shape={list(self.shape)}, dtype={self.dtype}, spec={self._spec})"
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["_data", "_scale"], (self._spec, self.dtype)
+        inner = ["_data", "_scale"] if self._tensor_scale is None else ["_data", "_scale", "_tensor_scale"]
+        return inner, (self._spec, tuple(self.shape), self.dtype)
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> GatheredWeight:
-        return GatheredWeight(inner["_data"], inner["_scale"], *context)
+        return GatheredWeight(inner["_data"], inner["_scale"], inner.get("_tensor_scale"), *context)
 
     @classmethod
     def __torch_dispatch__(
@@ -106,7 +129,8 @@ class GatheredWeight(CodedWeight):
         if func in _SAME_VALUES and isinstance(first, GatheredWeight):
             # FSDP2 asks for the shape that the weight has, whatever is padded behind it.
             assert func is not _ATEN.as_strided.default or tuple(args[1]) == tuple(first.shape), args[1]
-            return GatheredWeight(first._data, first._scale, first._spec, first.dtype)
+            shape = (first.shape[0], first.shape[1])
+            return GatheredWeight(first._data, first._scale, first._tensor_scale, first._spec, shape, first.dtype)
         if func._schema.is_mutable and any(isinstance(arg, GatheredWeight) for arg in written(func, args)):
             raise NarrowgateError(
                 f"a gathered weight is a copy and cannot be written to (by {func}): write to its shards"

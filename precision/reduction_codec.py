@@ -68,9 +68,15 @@ def pieces_of(shapes: Sequence[tuple[str, int, tuple[int, ...]]], ranks: int) ->
     return tuple(pieces)
 
 
-def line_bytes(pieces: Sequence[Piece], spec: Spec, dtype: torch.dtype) -> int:
-    """Bytes that a rank gives to each rank, itself included; ``dtype`` is the reduction's."""
-    return _layout(pieces, spec, dtype)[1]
+def line_bytes(pieces: Sequence[Piece], spec: Spec, dtype: torch.dtype) -> dict[str, int]:
+    """Bytes that a rank gives to each rank, itself included: of codes, scales, unquantized values and padding.
+
+    ``dtype`` is the reduction's.
+    """
+    sizes: dict[str, int] = {"codes": 0, "scales": 0, "values": 0, "padding": 0}
+    for part, _, first, last in _layout(pieces, spec, dtype)[0]:
+        sizes[part] += last - first
+    return sizes
 
 
 def encode(buffer: Tensor, pieces: Sequence[Piece], spec: Spec, seed: Callable[[Piece], Tensor | None]) -> Tensor:

@@ -102,10 +102,11 @@ def _e8m0_scales(amax: Tensor, element: ElementFormat, *, rceil: bool) -> Scales
     multiplier = ((254 - exponent) << 23).view(torch.float32)
     finite = amax < math.inf
     code = torch.where(finite, exponent, _E8M0_NAN)
-    return Scales(_as_e8m0(code.to(torch.uint8)), torch.where(finite, multiplier, math.nan))
+    return Scales(as_e8m0(code.to(torch.uint8)), torch.where(finite, multiplier, math.nan))
 
 
-def _as_e8m0(code: Tensor) -> Tensor:
+def as_e8m0(code: Tensor) -> Tensor:
+    """E8M0 scales of their uint8 codes."""
     # Inductor's C++ code has no E8M0 type (torch 2.13): inside a graph compiled for the CPU the codes stay uint8.
     if torch.compiler.is_compiling() and code.device.type == "cpu":
         return code

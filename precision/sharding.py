@@ -6,10 +6,11 @@ rank's shard what to send (``fsdp_pre_all_gather``) and makes the unsharded weig
 The codes are those of one process that quantizes the whole weight, bit for bit.
 
 **Scales.** FSDP2 shards whole rows, so every scale that reaches over one row or less is known to the rank that holds it
-and travels behind the codes in the same all-gather; so do the scales of 128x128 blocks where no shard ends within a
-block. A scale of the whole tensor, or of a block that shards split, takes the largest amax over all ranks: one small
-all-reduce before the gather, or one for all weights of a step by :func:`reduce_amaxes`. Which of the two it is follows
-from the weight's shape and the number of ranks alone, the same on every rank.
+and travels behind the codes in the same all-gather; so do the scales of square blocks where no shard ends within a
+block. A scale of the whole tensor, NVFP4's tensor level, or a block that shards split takes the largest amax over all
+ranks: one small all-reduce before the gather, or one for all weights of a step by :func:`reduce_amaxes`. Which of the
+two it is follows from the weight's shape and the number of ranks alone, the same on every rank. See
+:mod:`narrowgate.precision.shard_codes`.
 
 **Padding.** An all-gather takes as much from every rank, so each sends ceil(N / ranks) rows, the last ones padded
 with zeros. The hook has the signature without FSDP2's own check of padded shapes, which would refuse scales and only
@@ -19,7 +20,6 @@ on the ranks that are padded.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,13 +27,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from .casting import Request, quantize_both
-from .delayed import AmaxHistory
 from .errors import NarrowgateError
 from .gathered import CodedWeight, GatheredWeight, written
-from .quantization import QuantizedTensor, quantize
+from .quantization import QuantizedTensor
 from .rounding import torch_dtype
-from .scaling import scales_from_amax
+from .shard_codes import block_rows, own_amax, quantize_rows, reach, tensor_amaxes
 from .spec import Spec
 
 if TYPE_CHECKING:
@@ -102,7 +100,7 @@ class ShardedWeight(CodedWeight):
     def codes(self) -> QuantizedTensor:
         """The codes of the whole weight, contracted over K."""
         assert tuple(self.shape) == self._full, "a shard is no operand: FSDP2 gathers it first"
-        return _quantize(self._rows, Request(self._spec))
+        return quantize_rows(self._rows.detach(), self._spec, self._full, 0, None, None)
 
     def source(self) -> Tensor:
         """The values as an ordinary tensor that shares their memory; of a shard, its rows."""
@@ -110,45 +108,56 @@ class ShardedWeight(CodedWeight):
 
     # FSDP2's hooks.
 
-    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Tensor | None]:
-        """Return what this rank sends, and the scales where every rank has them all.
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, Tensor | None]]:
+        """Return what this rank sends, and what every rank has all of: scales, and NVFP4's scale of the tensor.
 
-        Codes are uint8 [ceil(N / ranks), K], since Gloo knows no FP8; scales FP32, padded likewise.
+        Codes are uint8 [ceil(N / ranks), K], since Gloo knows no FP8; two FP4 a byte. Scales are FP32, or uint8 for
+        those of one byte, padded likewise.
         """
         rows, first = self._place(mesh)
-        if self._spans(mesh.size()):
-            codes, scale = self._quantize_across(mesh, first)
-            return (_padded(codes.view(torch.uint8), rows),), scale
-        quantized = _quantize(self._rows, Request(self._spec))
-        assert quantized.scale is not None
-        codes = _padded(quantized.data.view(torch.uint8), rows)
-        if mesh.size() == 1:  # FSDP2 gathers nothing then, and hands on the first tensor only
-            return (codes,), quantized.scale
-        return (codes, _padded(quantized.scale, self._scale_rows(rows))), None
+        reaches = reach(self._spec, self._full[0], mesh.size())
+        amax = None if reaches is None else self._amax(mesh, first, reaches)
+        quantized = quantize_rows(self._rows.detach(), self._spec, self._full, first, reaches, amax)
+        codes, scale = _padded(_bytes(quantized.data), rows), quantized.scale
+        assert scale is not None
+        # Of a mesh of one FSDP2 gathers nothing, and hands on the first tensor only.
+        if mesh.size() == 1 or reaches == "blocks" or self._spec.granularity == "tensor":
+            return (codes,), (scale, quantized.tensor_scale)
+        return (codes, _padded(_bytes(scale), self._scale_rows(rows))), (None, quantized.tensor_scale)
 
     def fsdp_post_all_gather(
         self,
         gathered: tuple[Tensor, ...],
-        scale: Tensor | None,
+        known: tuple[Tensor | None, Tensor | None],
         dtype: torch.dtype,
         *,
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """Make the unsharded weight of what arrived, or bring ``out``, made so before, up to date."""
         count = self._full[0]
+        scale, tensor_scale = known
+        for tensor in known:
+            if tensor is not None and tensor.is_cuda:
+                # Made on FSDP2's copy stream, read on this one.
+                tensor.record_stream(torch.cuda.current_stream())
         if scale is None:
             scale = gathered[1][: self._scale_rows(count)]
-        elif scale.is_cuda:
-            # Made on FSDP2's copy stream, read on this one.
-            scale.record_stream(torch.cuda.current_stream())
+        stored = None if self._spec.fmt.scale is None else torch_dtype(self._spec.fmt.scale)
+        if stored is not None:
+            scale = scale.view(torch.uint8 if stored == torch.float8_e8m0fnu else stored)
         if out is not None:
             assert isinstance(out, GatheredWeight)  # its codes lie in the buffer that was just filled
-            out.rescale(scale)
+            out.rescale(scale, tensor_scale)
             return None
-        element = torch_dtype(self._spec.fmt.element)
-        assert element is not None
+        codes, element = gathered[0][:count], torch_dtype(self._spec.fmt.element)
         # No inner tensors to free: all that is large lies in FSDP2's own buffers.
-        return GatheredWeight(gathered[0][:count].view(element), scale, self._spec, dtype), ()
+        weight = GatheredWeight(
+            codes if element is None else codes.view(element), scale, tensor_scale, self._spec, self._full, dtype
+        )
+        return weight, ()
+
+    def _scale_rows(self, rows: int) -> int:
+        return -(-rows // block_rows(self._spec))
 
     def _place(self, mesh: DeviceMesh) -> tuple[int, int]:
         """(rows that every rank sends, the first row of this one)."""
@@ -164,68 +173,18 @@ class ShardedWeight(CodedWeight):
             )
         return rows, first
 
-    # Scales that span ranks.
-
-    def _spans(self, ranks: int) -> bool:
-        """Whether some scale reaches over rows of several ranks: by global shapes, so alike on all."""
-        if ranks == 1:
-            return False
-        if self._spec.granularity == "tensor":
-            return True
-        return -(-self._full[0] // ranks) % self._block_rows() != 0
-
-    def _block_rows(self) -> int:
-        """Rows that one scale reaches over; 1 where it lies within a row."""
-        block = self._spec.block
-        return 1 if block is None else block[0]
-
-    def _scale_rows(self, rows: int) -> int:
-        return -(-rows // self._block_rows())
-
-    def _own_amax(self, first: int) -> Tensor:
-        """FP32: largest magnitude by scale of the whole weight, as far as this rank's rows tell; infinite for NaN."""
-        rows, (count, columns) = self._rows.detach(), self._full
-        if self._spec.granularity == "tensor":
-            amax = torch.stack(rows.aminmax()).abs().amax().float() if rows.numel() else rows.new_zeros((), dtype=_FP32)
-        else:
-            assert self._spec.block is not None
-            height, width = self._spec.block
-            amax = rows.new_zeros(-(-count // height), -(-columns // width), dtype=_FP32)
-            if rows.numel():
-                top = first % height
-                padded = F.pad(rows.abs(), (0, -columns % width, top, -(top + len(rows)) % height))
-                blocks = padded.unflatten(0, (-1, height)).unflatten(2, (-1, width)).amax((1, 3))
-                amax[first // height :][: len(blocks)] = blocks
-        # No library says what its maximum makes of NaN, and all agree on infinity.
-        return torch.where(amax < torch.inf, amax, torch.inf)
-
-    def _amax(self, mesh: DeviceMesh, first: int) -> Tensor:
+    def _amax(self, mesh: DeviceMesh, first: int, reaches: str) -> Tensor:
         # Whether it is known is alike on all ranks: every write to a shard comes by __torch_dispatch__, on ranks
         # without rows too. Behind its back, as by loading into a state_dict's tensors, only ranks with rows can tell.
         amax = self._known.amax
         if amax is None:
-            amax = self._own_amax(first)
+            amax = own_amax(self._rows.detach(), self._spec, self._full, first, reaches)
             _reduce(amax, mesh.get_group())
         elif self._rows.numel() and self._known.version != self._rows._version:
             raise NarrowgateError(
                 f"layer '{self._name}': its weight was written to since reduce_amaxes: call it once more after that"
             )
         return amax
-
-    def _quantize_across(self, mesh: DeviceMesh, first: int) -> tuple[Tensor, Tensor]:
-        """(codes of this rank's rows, the scales of the whole weight)."""
-        amax, rows, height = self._amax(mesh, first), self._rows.detach(), self._block_rows()
-        scale = scales_from_amax(amax, self._spec).scale
-        if self._spec.granularity == "tensor":
-            # As a delayed scale, an amax from elsewhere has a kernel that reads the values once.
-            history = AmaxHistory(1, rows.device)
-            history.history, history.recording = amax.reshape(1), False
-            return _quantize(rows, Request(replace(self._spec, delayed=1), history=history)).data, scale
-        # Rows above, so that blocks begin where the whole weight's do.
-        top = first % height
-        rows = F.pad(rows, (0, 0, top, 0))
-        amax = amax[first // height :][: self._scale_rows(len(rows))]
-        return quantize(rows, self._spec, dim=1, amax=amax).data[top:], scale
 
     # A tensor.
 
@@ -271,7 +230,7 @@ def shard_weight(modules: Sequence[nn.Module], spec: Spec, *, name: str = "") ->
 
     Args:
         modules: a linear layer, or several that share one weight [N, K].
-        spec: FP8 with granularity ``tensor``, ``row``, blocks within a row, or 128x128; dynamic, rounded to nearest.
+        spec: any low-precision format, with dynamic scales of unclipped values, rounded to nearest.
         name: the layer's name, for errors.
     """
     old = modules[0]._parameters["weight"]
@@ -336,20 +295,22 @@ def reduce_amaxes(model: nn.Module) -> int:
     """
     from torch.distributed.tensor import DTensor
 
-    groups: dict[ProcessGroup, list[tuple[ShardedWeight, Tensor]]] = {}
+    meshes: dict[DeviceMesh, DeviceMesh] = {}
+    waiting: dict[ProcessGroup, list[tuple[ShardedWeight, int, str]]] = {}
     for name, parameter in model.named_parameters():
         if isinstance(parameter, GatheredWeight):
             raise NarrowgateError(f"'{name}' is gathered at the moment: reshard the model first")
         local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
         if not isinstance(local, ShardedWeight) or not isinstance(parameter, DTensor):
             continue
-        mesh = parameter.device_mesh
-        if mesh.ndim > 1:  # replicas beside shards: FSDP2 gathers over the last dimension
-            assert mesh.mesh_dim_names is not None
-            mesh = mesh[mesh.mesh_dim_names[-1]]
+        mesh = meshes.get(parameter.device_mesh)
+        if mesh is None:
+            mesh = meshes[parameter.device_mesh] = _shard_mesh(parameter.device_mesh)
         _, first = local._place(mesh)
-        if local._spans(mesh.size()):
-            groups.setdefault(mesh.get_group(), []).append((local, local._own_amax(first)))
+        reaches = reach(local._spec, local._full[0], mesh.size())
+        if reaches is not None:
+            waiting.setdefault(mesh.get_group(), []).append((local, first, reaches))
+    groups = {group: _own_amaxes(shards) for group, shards in waiting.items()}
     for group, found in groups.items():
         joined = torch.cat([amax.reshape(-1) for _, amax in found])
         _reduce(joined, group)
@@ -359,16 +320,30 @@ def reduce_amaxes(model: nn.Module) -> int:
     return sum(map(len, groups.values()))
 
 
-def _quantize(rows: Tensor, request: Request) -> QuantizedTensor:
-    if not rows.numel():  # no kernel is launched for nothing
-        return quantize(rows, request.spec, dim=1, history=request.history)
-    quantized, _ = quantize_both(rows, request, None)
-    assert quantized is not None
-    return quantized
-
-
 def _reduce(amax: Tensor, group: ProcessGroup) -> None:
     torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, group)
+
+
+def _shard_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    if mesh.ndim == 1:
+        return mesh
+    assert mesh.mesh_dim_names is not None
+    return mesh[mesh.mesh_dim_names[-1]]  # replicas beside shards: FSDP2 gathers over the last dimension
+
+
+def _own_amaxes(shards: list[tuple[ShardedWeight, int, str]]) -> list[tuple[ShardedWeight, Tensor]]:
+    """What this rank knows of the maxima of (weight, its first row here, what they reach)."""
+    scaled = [entry for entry in shards if entry[0]._spec.granularity == "tensor"]
+    amaxes = tensor_amaxes([local._rows.detach() for local, _, _ in scaled])
+    found = [(local, amax) for (local, _, _), amax in zip(scaled, amaxes, strict=True)]
+    for local, first, reaches in shards:
+        if local._spec.granularity != "tensor":
+            found.append((local, own_amax(local._rows.detach(), local._spec, local._full, first, reaches)))
+    return found
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x if x.dtype == _FP32 else x.view(torch.uint8)
 
 
 def _padded(x: Tensor, rows: int) -> Tensor:

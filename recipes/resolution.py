@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -29,6 +29,7 @@ from .plan import LayerPlan, Origin, Plan
 from .profit import price_plan
 from .rates import Rates
 from .recipe import FIELDS, Recipe, Rule, Shards, at_rule
+from .runnable import doubts_in_parts
 from .targets import Target, find_targets
 
 _DEFAULTS = -1
@@ -59,8 +60,10 @@ def resolve(
         RecipeError: with every fault found: a rule that matches nothing, a GEMM of one low-precision and one
             high-precision operand, Hadamard on one operand only, tied weights in two formats.
     """
-    resolution = _Resolution(load_recipe(recipe).flatten(), model)
+    loaded = load_recipe(recipe)
+    resolution = _Resolution(loaded.flatten(), model)
     plan = resolution.plan(device or _device_of(model), backend)
+    plan = replace(plan, warnings=(*plan.warnings, *doubts_in_parts(loaded)))
     return price_plan(plan, resolution.weights(), rows, rates)
 
 
@@ -249,7 +252,7 @@ class _Resolution:
             after = "expected the same, or shards.requantize: true"
             if dim == 0 and serves(gather, weight, 1):
                 told = f"scales along fprop's rows, over which dgrad contracts, and {told}"
-                after = "expected granularity tensor or 128x128 on both, or shards.requantize: true"
+                after = "expected granularity tensor or a square block on both, or shards.requantize: true"
             self.conflicts[owner[name], name, f"shards.all_gather {gather}", f"{told}; {after}"] += layers
 
     def report_conflicts(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from ..precision.backends import LayerFacts, get_backend
 from ..precision.config import OPERANDS, GemmConfig, LinearConfig
@@ -10,7 +11,7 @@ from ..precision.spec import Spec
 from ..precision.state_formats import unsupported_state
 from .errors import Diagnostic
 from .plan import Plan
-from .recipe import Recipe, Rule, at_rule
+from .recipe import OptimizerState, Recipe, Rule, at_rule
 
 
 def not_built_in_recipe(recipe: Recipe, backend: str | None = None) -> list[Diagnostic]:
@@ -71,6 +72,15 @@ def not_built_in_parts(recipe: Recipe, backend: str | None = None) -> list[Diagn
     return list(_parts(recipe, backend))
 
 
+def doubts_in_parts(recipe: Recipe) -> list[Diagnostic]:
+    """Return warnings of what ``recipe`` asks for outside its rules, which runs and is seldom meant."""
+    state = (recipe.flatten().optimizer or OptimizerState()).state
+    if state.format == "fp32" or state.sr or unsupported_state(state) is not None:
+        return []
+    message = f"{state} rounds to nearest, so a second moment that decays slowly stands still; {state}+sr follows it"
+    return [replace(_at_part(recipe, "optimizer", "state", message), severity="warning")]
+
+
 def _parts(recipe: Recipe, backend: str | None) -> Iterator[Diagnostic]:
     flat = recipe.flatten()
     if flat.shards is not None:
@@ -90,10 +100,10 @@ def _built_gather(spec: Spec) -> str | None:
     """What is built instead of gathering ``spec``; None where that is."""
     if spec.format == "bf16" and not spec.sr:
         return None
-    if spec.fmt.element.bits != 8 or spec.fmt.block_scaled:
-        return "bf16 and FP8 with FP32 scales"
+    if spec.high_precision:
+        return "bf16 and formats below it"
     if spec.sr or _modified(spec):
-        return "FP8 rounded to nearest, with dynamic scales of unclipped values"
+        return "codes rounded to nearest, with dynamic scales of unclipped values"
     return None
 
 

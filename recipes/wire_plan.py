@@ -3,9 +3,10 @@
 Bytes follow from shapes alone, as :mod:`narrowgate.precision.sharding` and FSDP2 send them, and equal what
 :class:`narrowgate.precision.WireCount` counts. For a weight [N, K] over R ranks, each gives ceil(N / R) rows to an
 all-gather, the last ones padded: the codes of the recipe's ``shards.all_gather`` and behind them its scales. Where a
-scale spans ranks (``tensor``, 128x128 blocks that a shard splits) an all-reduce of FP32 amaxes goes ahead instead.
-Everything else travels in ``param_dtype``. Gradients go to a reduce-scatter as a whole, each padded likewise, and one
-R-th of them to an all-reduce between replicas (HSDP).
+scale spans ranks (``tensor``, NVFP4's level of the tensor, blocks that a shard splits) an all-reduce of FP32 amaxes
+goes ahead. Everything else travels in ``param_dtype``. Gradients go to a reduce-scatter as a whole, each padded
+likewise, or with ``shards.reduce_scatter`` as codes and scales to an all-to-all
+(:mod:`narrowgate.precision.reduction_codec`); one R-th of them goes to an all-reduce between replicas (HSDP).
 
 A unit is what one call of ``fully_shard`` takes: one all-gather in forward, one more in backward unless it stays
 gathered, one reduce-scatter. The root, which takes what no unit has, always stays gathered.
@@ -26,16 +27,16 @@ from typing import Any
 from torch import nn
 
 from ..precision.errors import NarrowgateError
+from ..precision.reduction_codec import line_bytes, pieces_of
+from ..precision.shard_codes import block_rows, payload_bytes
 from ..precision.spec import Spec
 from .plan import Plan
 from .topology import Group, Topology
-from .wire_units import SIZES, Parameter, Sharding, Unit, units_of
-
-#: Of a scale or an amax in FP32.
-_SCALE = 4
+from .wire_units import DTYPES, SIZES, Parameter, Sharding, Unit, units_of
 
 FORWARD, BACKWARD = "all-gather, forward", "all-gather, backward"
 AMAXES, GRADIENTS, REPLICAS = "all-reduce of amaxes", "reduce-scatter", "all-reduce of replicas"
+CODED_GRADIENTS = "all-to-all of gradients"
 
 
 @dataclass(frozen=True)
@@ -177,8 +178,8 @@ def predict_wire(
     totals = plan.totals()
     return Wire(
         layout,
-        _payload(units, layout, topology, sharding, coded=False, compute_us=totals and totals.bf16_us),
-        _payload(units, layout, topology, sharding, coded=True, compute_us=totals and totals.us),
+        _payload(units, layout, topology, sharding, None, compute_us=totals and totals.bf16_us),
+        _payload(units, layout, topology, sharding, plan, compute_us=totals and totals.us),
         tuple(unit.name for unit in units),
     )
 
@@ -188,10 +189,11 @@ def _payload(
     layout: Layout,
     topology: Topology,
     sharding: Sharding,
+    plan: Plan | None,
     *,
-    coded: bool,
     compute_us: float | None,
 ) -> Payload:
+    """As ``plan``'s recipe says, or without ``shards``."""
     ranks = layout.shard
     group = topology.group(ranks, gpus=layout.gpus)
     replicas = topology.group(layout.replicas, stride=ranks, gpus=layout.gpus)
@@ -202,14 +204,14 @@ def _payload(
         given: Counter[str] = Counter()
         padding = 0.0
         for parameter in unit.parameters:
-            payload, waste, amax = _gathered(parameter, ranks, parameter.spec if coded else None, sharding.param_dtype)
+            payload, waste, amax = _gathered(parameter, ranks, parameter.spec if plan else None, sharding.param_dtype)
             given.update(payload)
             padding += waste / ranks
             amaxes += [amax] * (1 if sharding.joint_amaxes else len(gathers)) if amax else []
         for what in gathers if ranks > 1 else ():
             us = topology.all_gather_us(group, ranks * given.total())
             tally.add(what, "all_gather", given, padding, (ranks - 1) * given.total(), us)
-        _reduce(tally, unit, layout, topology, (group, replicas), sharding)
+        _reduce(tally, unit, layout, topology, (group, replicas), sharding, plan.reduce if plan else None)
     for size in [sum(amaxes)] if sharding.joint_amaxes and amaxes else amaxes:
         sent = 2 * (ranks - 1) / ranks * size
         tally.add(AMAXES, "all_reduce", {"fp32": size}, 0, sent, topology.all_reduce_us(group, size))
@@ -226,24 +228,28 @@ def _gathered(
         dtype = param_dtype or parameter.dtype
         size = parameter.width * SIZES[dtype]
         return {dtype: rows * size}, idle * size, 0
-    codes = parameter.width  # a byte an element
-    if ranks == 1:  # nothing is gathered, and every scale lies on one rank
+    codes, scales, amaxes = payload_bytes(spec, (parameter.rows, parameter.width), ranks)
+    if ranks == 1:
         return {}, 0, 0
-    height, width = spec.block or (1, parameter.width)
-    if spec.granularity == "tensor":
-        return {spec.format: rows * codes}, idle * codes, _SCALE
-    across = -(-parameter.width // width)
-    if rows % height:
-        return {spec.format: rows * codes}, idle * codes, _SCALE * -(-parameter.rows // height) * across
-    scales = _SCALE * (rows // height) * across
-    unused = ranks * scales - _SCALE * -(-parameter.rows // height) * across
-    return {spec.format: rows * codes, "fp32 scales": scales}, idle * codes + unused, 0
+    given, waste = {spec.format: codes}, idle * (codes // rows)
+    if scales:
+        height = block_rows(spec)
+        row = scales // (rows // height)
+        waste += ranks * scales - -(-parameter.rows // height) * row
+        given[f"{spec.fmt.scale.name if spec.fmt.scale else 'fp32'} scales"] = scales
+    return given, waste, amaxes
 
 
 def _reduce(
-    tally: _Tally, unit: Unit, layout: Layout, topology: Topology, groups: tuple[Group, Group], sharding: Sharding
+    tally: _Tally,
+    unit: Unit,
+    layout: Layout,
+    topology: Topology,
+    groups: tuple[Group, Group],
+    sharding: Sharding,
+    spec: Spec | None,
 ) -> None:
-    """Add the gradients of a unit: to its shards, then between replicas."""
+    """Add the gradients of a unit: to its shards, as ``spec`` or in the policy's dtype, then between replicas."""
     ranks, (group, replicas) = layout.shard, groups
     given: Counter[str] = Counter()
     padding = 0
@@ -256,7 +262,12 @@ def _reduce(
     size = given.total()
     if not size:
         return
-    if ranks > 1:
+    if ranks > 1 and spec is not None:
+        coded, waste = _coded_gradients(unit, ranks, sharding, spec)
+        total = sum(coded.values())
+        us = topology.all_to_all_us(group, total)
+        tally.add(CODED_GRADIENTS, "all_to_all", coded, waste, (ranks - 1) / ranks * total, us)
+    elif ranks > 1:
         us = topology.reduce_scatter_us(group, size)
         tally.add(GRADIENTS, "reduce_scatter", given, padding, (ranks - 1) / ranks * size, us)
     if layout.replicas > 1:
@@ -264,6 +275,21 @@ def _reduce(
         us = topology.all_reduce_us(replicas, size / ranks)
         sent = 2 * (layout.replicas - 1) / layout.replicas * size / ranks
         tally.add(REPLICAS, "all_reduce", part, padding / ranks, sent, us)
+
+
+def _coded_gradients(unit: Unit, ranks: int, sharding: Sharding, spec: Spec) -> tuple[dict[str, int], int]:
+    """(bytes that a rank gives by what they are, those of them that only pad)."""
+    trained = [parameter for parameter in unit.parameters if parameter.trains]
+    dtype = sharding.reduce_dtype or sharding.param_dtype or trained[0].dtype
+    pieces = pieces_of([("", 0, parameter.shape) for parameter in trained], ranks)
+    line = line_bytes(pieces, spec, DTYPES[dtype])
+    waste = ranks * line["padding"]
+    for parameter, piece in zip(trained, pieces, strict=True):
+        size = (2 if spec.high_precision else 1) if piece.coded else SIZES[dtype]
+        waste += (ranks * piece.numel - parameter.rows * parameter.width) * size
+    given = Counter({spec.format: line["codes"], "fp32 scales": line["scales"]})
+    given.update({dtype: line["values"], "padding": line["padding"]})
+    return {what: ranks * count for what, count in given.items() if count}, waste
 
 
 class _Tally:
@@ -285,5 +311,5 @@ class _Tally:
 
     def traffic(self) -> tuple[Traffic, ...]:
         """All kinds, in the order of a step."""
-        order = (AMAXES, FORWARD, BACKWARD, GRADIENTS, REPLICAS)
+        order = (AMAXES, FORWARD, BACKWARD, GRADIENTS, CODED_GRADIENTS, REPLICAS)
         return tuple(self.sums[what] for what in order if what in self.sums)

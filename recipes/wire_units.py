@@ -22,6 +22,7 @@ from .targets import find_targets, named_modules, unwrap
 _LISTS = (nn.ModuleList, nn.Sequential)
 _NO_FORWARD = (nn.ModuleList, nn.ModuleDict)
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 #: Bytes of a value, by what it travels as.
 SIZES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -53,16 +54,24 @@ class Sharding:
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter: [rows, width], whatever lies behind its first dimension."""
+    """One parameter."""
 
-    rows: int
-    #: Elements of a row.
-    width: int
+    shape: tuple[int, ...]
     #: Of the master, ``fp32`` or ``bf16``.
     dtype: str
     trains: bool
     #: How it is gathered; None: its values in the policy's dtype.
     spec: Spec | None
+
+    @property
+    def rows(self) -> int:
+        """What FSDP2 divides among the ranks."""
+        return self.shape[0]
+
+    @property
+    def width(self) -> int:
+        """Elements of a row, whatever lies behind the first dimension."""
+        return prod(self.shape[1:])
 
 
 @dataclass(frozen=True)
@@ -147,4 +156,4 @@ def _parameter(name: str, parameter: nn.Parameter, spec: Spec | None) -> Paramet
     dtype = _NAMES.get(parameter.dtype)
     if dtype is None:
         raise NarrowgateError(f"'{name}': found a parameter of {parameter.dtype}, expected one of {', '.join(SIZES)}")
-    return Parameter(parameter.shape[0], prod(parameter.shape[1:]), dtype, parameter.requires_grad, spec)
+    return Parameter(tuple(parameter.shape), dtype, parameter.requires_grad, spec)

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from narrowgate.precision import Spec
 
 GATHERED = ["tensor", "tensor_uneven", "tensor_for_rows", "row", "row_uneven", "row_blocks", "block", "block_split",
-            "smaller_than_the_mesh"]  # fmt: skip
+            "smaller_than_the_mesh", "mx", "mx_split", "mx_fp6", "nvfp4", "nvfp4_split"]  # fmt: skip
 
 
 @pytest.fixture(scope="session")
@@ -38,7 +39,7 @@ def test_two_ranks_train_to_the_bits_of_one_process(found, alone, case):
     assert_same(found[2][case], alone(case), "losses", "gradients", "state")
 
 
-@pytest.mark.parametrize("case", ["row_uneven", "block_split", "smaller_than_the_mesh"])
+@pytest.mark.parametrize("case", ["row_uneven", "block_split", "smaller_than_the_mesh", "mx", "nvfp4", "nvfp4_split"])
 def test_so_do_four_of_which_some_hold_few_rows_or_none(found, alone, case):
     assert_same(found[4][case], alone(case), "losses", "gradients", "state")
 
@@ -48,7 +49,7 @@ def test_so_do_replicas_of_shards(found, alone, case):
     assert_same(found[4]["replicas"][case], alone(case), "losses", "gradients", "state")
 
 
-@pytest.mark.parametrize("case", ["tensor", "row", "block_split"])
+@pytest.mark.parametrize("case", ["tensor", "row", "block_split", "nvfp4"])
 def test_so_does_a_single_rank_which_gathers_nothing(found, alone, case):
     assert_same(found[1][case], alone(case), "losses", "gradients", "state")
 
@@ -70,6 +71,8 @@ def test_one_rank_s_nan_takes_its_whole_group_with_it(found):
     assert lost["tensor_uneven"].all()
     assert lost["row_uneven"].tolist() == [False] * 56 + [True]
     assert lost["block_split"].tolist() == [False] * 256 + [True] * 44
+    assert lost["mx_split"].tolist() == [False] * 32 + [True] * 25
+    assert lost["nvfp4_split"].tolist() == [False] * 48 + [True] * 9
 
 
 def test_gathering_tensor_scaled_codes_changes_nothing_over_gathering_the_master(found):
@@ -90,13 +93,11 @@ def sent(training, case: str, ranks: int) -> int:
         if gather == "bf16":
             codes = 4 * rows * k  # no MixedPrecisionPolicy here, so FP32 travels
         else:
-            codes = rows * k
-            if gather.endswith("/row"):
-                codes += 4 * rows
-            elif gather.endswith("/1x128"):
-                codes += 4 * rows * -(-k // 128)
-            elif gather.endswith("/128x128") and rows % 128 == 0:
-                codes += 4 * (rows // 128) * -(-k // 128)
+            spec = Spec.parse(gather)
+            codes = rows * (-(-k // 2) if spec.fmt.element.bits == 4 else k)
+            height, width = spec.block or (1, k)
+            if spec.granularity != "tensor" and rows % height == 0:
+                codes += (1 if spec.fmt.block_scaled else 4) * (rows // height) * -(-k // width)
         total += 2 * (codes + bias)
     return total
 
@@ -120,7 +121,7 @@ def test_codes_are_a_quarter_of_the_fp32_master(found):
 @pytest.mark.parametrize("case", GATHERED)
 def test_only_scales_that_span_ranks_are_reduced(found, case):
     calls = found[2][case]["wire"]["calls"]
-    spans = case.startswith("tensor") or case in ("block_split", "smaller_than_the_mesh")
+    spans = case.startswith(("tensor", "nvfp4")) or case in ("block_split", "mx_split", "smaller_than_the_mesh")
     assert calls.get("all_reduce", 0) == (4 if spans else 0)  # two weights, gathered twice each
 
 
@@ -130,6 +131,8 @@ def test_one_all_reduce_finds_the_scales_of_all_weights(found, alone):
     assert reduced["known"] == 2
     assert reduced["reduce"] == {"all_reduce": 1}
     assert "all_reduce" not in reduced["step"]
+    for case in ("block_split", "nvfp4", "nvfp4_split"):
+        assert_same(reduced[case], alone(case), "losses", "gradients")
 
 
 def test_a_write_to_a_weight_ends_what_is_known_of_it(found):

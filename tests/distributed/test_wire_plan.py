@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from narrowgate.recipes import Recipe, resolve
 from narrowgate.recipes.topology import example_topology
 from narrowgate.recipes.wire_plan import Layout, Wire, predict_wire
@@ -42,7 +43,26 @@ def test_every_case_gives_the_collectives_what_was_planned(found, training, rank
         assert {name: wire[name] for name in COLLECTIVES} == given, case
         assert {name: wire["calls"].get(name, 0) for name in COLLECTIVES} == calls, case
         compared += 1
-    assert compared == (len(training.CASES) if ranks == 2 else 3)
+    assert compared == (len(training.CASES) if ranks == 2 else 6)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_so_do_gradients_that_travel_as_codes(found, training, ranks):
+    compared = 0
+    for case, (_, (width, hidden, out), dtype, _, parts) in training.REDUCED.items():
+        if case not in found[ranks]:
+            continue
+        names = {torch.bfloat16: "bf16", torch.float16: "fp16", None: None}
+        model = nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, out), nn.Linear(out, 8))
+        sharding = Sharding(units=("0", "2"), param_dtype=None, reduce_dtype=names[dtype])
+        plan = resolve(training.reduced_recipe(case), model)
+        recipe = predict_wire(model, plan, Layout(ranks, ranks), example_topology(), sharding).recipe
+        (entry,) = (entry for entry in recipe.traffic if entry.collective == "all_to_all")
+        syncs = 2 if parts == "each" else 1
+        assert found[ranks][case]["calls"] == {"all_to_all": syncs * entry.calls}, case
+        assert found[ranks][case]["sent"] == syncs * entry.total, case
+        compared += 1
+    assert compared == (len(training.REDUCED) if ranks == 2 else 2)
 
 
 @pytest.mark.parametrize("case", ["tensor_uneven", "row_uneven"])

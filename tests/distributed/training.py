@@ -24,7 +24,8 @@ from torch.distributed.tensor import distribute_tensor
 from torch.multiprocessing.spawn import start_processes
 
 #: By case: how weights are multiplied and gathered, what else the recipe says of shards, and the layers' widths.
-#: Four ranks leave one without rows of a layer of three; 300 and 257 split 128-row blocks and shard unevenly.
+#: Four ranks leave one without rows of a layer of three; 300 and 257 split 128-row blocks and shard unevenly, 57 splits
+#: those of 32 and 16.
 CASES: dict[str, tuple[str, str, dict[str, Any], tuple[int, int, int]]] = {
     "tensor": ("fp8_e4m3", "fp8_e4m3", {}, (64, 96, 32)),
     "tensor_uneven": ("fp8_e4m3", "fp8_e4m3", {}, (40, 257, 3)),
@@ -36,6 +37,11 @@ CASES: dict[str, tuple[str, str, dict[str, Any], tuple[int, int, int]]] = {
     "block_split": ("fp8_e4m3/128x128", "fp8_e4m3/128x128", {}, (130, 300, 257)),
     "smaller_than_the_mesh": ("fp8_e4m3/128x128", "fp8_e4m3/128x128", {}, (16, 1, 3)),
     "bf16": ("fp8_e4m3", "bf16", {}, (64, 96, 32)),
+    "mx": ("mxfp8/32x32", "mxfp8/32x32", {}, (40, 128, 64)),
+    "mx_split": ("mxfp4/32x32+rceil", "mxfp4/32x32+rceil", {}, (41, 57, 3)),
+    "mx_fp6": ("mxfp6_e2m3", "mxfp6_e2m3", {"requantize": True}, (40, 57, 3)),
+    "nvfp4": ("nvfp4/16x16", "nvfp4/16x16", {}, (41, 96, 64)),
+    "nvfp4_split": ("nvfp4/16x16", "nvfp4/16x16", {}, (41, 57, 3)),
 }
 #: By case of a low-precision reduction: its format, the layers' widths, the policy's reduce_dtype, a factor in place of
 #: the mean, and what each of a step's two micro-batches does (``once``: there is one).
@@ -65,7 +71,8 @@ def build(case: str, device: str = "cpu") -> nn.Sequential:
 def recipe(case: str) -> dict[str, Any]:
     """The case's recipe: the first and third layer multiply and gather as it says."""
     weight, gather, shards, _ = CASES[case]
-    other = "fp8_e4m3/1x128" if "128" in weight else "fp8_e4m3/row"
+    own_blocks = weight.startswith(("mx", "nvfp4"))
+    other = weight.partition("/")[0] if own_blocks else "fp8_e4m3/1x128" if "128" in weight else "fp8_e4m3/row"
     rule = {
         "layers": ["0", "2"],
         "fprop": {"input": other, "weight": weight},
@@ -124,12 +131,17 @@ def sharded(case: str, mesh: Any) -> Any:
 
 def build_reduced(case: str) -> nn.Sequential:
     """A model whose gradients are reduced as the case says once it is sharded."""
-    spec, (width, hidden, out), *_ = REDUCED[case]
+    width, hidden, out = REDUCED[case][1]
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, out), nn.Linear(out, 8))
-    rules = [{"layers": "0", "all": "fp8_e4m3/row"}]
-    apply_recipe(model, Recipe.from_dict({"recipe": case, "rules": rules, "shards": {"reduce_scatter": spec}}))
+    apply_recipe(model, reduced_recipe(case))
     return model
+
+
+def reduced_recipe(case: str) -> Recipe:
+    """One low-precision layer, so that its gradients are among those of others."""
+    rules = [{"layers": "0", "all": "fp8_e4m3/row"}]
+    return Recipe.from_dict({"recipe": case, "rules": rules, "shards": {"reduce_scatter": REDUCED[case][0]}})
 
 
 def loss_of(model: nn.Module, case: str, step: int, worker: int, part: int) -> Tensor:
@@ -222,6 +234,9 @@ def _reduced(mesh: Any) -> dict[str, Any]:
         model(x)
     except ValueError as error:
         found["stale"] = str(error)
+    for case in ("block_split", "nvfp4", "nvfp4_split"):
+        model = sharded(case, mesh)
+        found[case] = train(model, case, optimizer_of(model), reduce=True)
     return found
 
 
@@ -275,7 +290,7 @@ def _policy(mesh: Any) -> dict[str, Any]:
 def _not_finite(mesh: Any) -> dict[str, Any]:
     """One NaN, in the rows of the second rank."""
     lost = {}
-    for case in ("tensor_uneven", "row_uneven", "block_split"):
+    for case in ("tensor_uneven", "row_uneven", "block_split", "mx_split", "nvfp4_split"):
         model = build(case)
         with torch.no_grad():
             model.state_dict()["0.weight"][-1, 3] = torch.nan
@@ -287,8 +302,19 @@ def _not_finite(mesh: Any) -> dict[str, Any]:
 #: What each number of ranks does, in this order: the checkpoint of two is read by one and by four.
 STAGES = {
     2: [*CASES, "reduced", "meta", "policy", "not_finite", "checkpoint", *REDUCED, "refused"],
-    4: ["row_uneven", "block_split", "smaller_than_the_mesh", "replicas", "resume", "reduce_row", "reduce_block"],
-    1: ["tensor", "row", "block_split", "resume"],
+    4: [
+        "row_uneven",
+        "block_split",
+        "smaller_than_the_mesh",
+        "mx",
+        "nvfp4",
+        "nvfp4_split",
+        "replicas",
+        "resume",
+        "reduce_row",
+        "reduce_block",
+    ],
+    1: ["tensor", "row", "block_split", "nvfp4", "resume"],
 }
 
 

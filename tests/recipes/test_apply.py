@@ -271,11 +271,11 @@ def test_the_seed_decides_stochastic_rounding(make_tower, ids):
     ("parts", "place", "what"),
     [
         (
-            "shards: {all_gather: mxfp8/32x32, requantize: true}",
+            "shards: {all_gather: mxfp8/32x32+hadamard(16), requantize: true}",
             "r.yaml:2:22",
-            "shards.all_gather: mxfp8/32x32 is",
+            "shards.all_gather: mxfp8/32x32+hadamard(16) is",
         ),
-        ("shards: {all_gather: fp8_e4m3+sr, requantize: true}", "r.yaml:2:22", "only FP8 rounded to nearest"),
+        ("shards: {all_gather: fp8_e4m3+sr, requantize: true}", "r.yaml:2:22", "only codes rounded to nearest"),
         ("shards: {reduce_scatter: mxfp8}", "r.yaml:2:26", "only bf16 and FP8 with FP32 scales"),
         ("shards: {reduce_scatter: fp8_e5m2+delayed(4)}", "r.yaml:2:26", "only FP8 with dynamic scales of unclipped"),
         ("activations: {save: bf16}", "r.yaml:2:21", "activations.save: bf16 is not built yet"),

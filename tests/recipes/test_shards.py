@@ -40,7 +40,7 @@ def test_row_scales_do_not_serve_dgrad(tower):
     with pytest.raises(RecipeError) as caught:
         resolve(recipe("fp8_e4m3/row"), tower)
     assert "scales along fprop's rows, over which dgrad contracts" in str(caught.value)
-    assert "expected granularity tensor or 128x128 on both, or shards.requantize: true" in str(caught.value)
+    assert "expected granularity tensor or a square block on both, or shards.requantize: true" in str(caught.value)
     assert resolve(recipe("fp8_e4m3/row", requantize=True), tower).gathered
 
 
@@ -56,7 +56,9 @@ def test_a_product_of_two_tensors_gathers_nothing():
     )
 
 
-@pytest.mark.parametrize("weight", ["fp8_e4m3", "fp8_e4m3/128x128", "fp8_e4m3+pow2"])
+@pytest.mark.parametrize(
+    "weight", ["fp8_e4m3", "fp8_e4m3/128x128", "fp8_e4m3+pow2", "mxfp8/32x32", "mxfp4/32x32", "nvfp4/16x16"]
+)
 def test_on_one_device_gathered_codes_are_the_operand_that_the_layer_makes_itself(make_tower, ids, weight):
     outputs = []
     for shards in (None, Shards(all_gather=weight)):

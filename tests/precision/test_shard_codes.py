@@ -1,0 +1,55 @@
+"""Shards quantized one by one, their maxima joined as an all-reduce would, against the whole weight quantized."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from narrowgate.precision import Spec, quantize
+from narrowgate.precision.shard_codes import own_amax, quantize_rows, reach
+
+SPECS = ["fp8_e4m3", "fp8_e5m2+pow2", "fp6_e2m3", "fp4_e2m1/128x128", "fp8_e4m3/row", "fp8_e4m3/1x16",
+         "fp8_e4m3/128x128", "mxfp8", "mxfp8_e5m2/32x32", "mxfp8/32x32+rceil", "mxfp6_e3m2/32x32", "mxfp4",
+         "mxfp4/32x32", "nvfp4", "nvfp4/16x16"]  # fmt: skip
+
+
+def raw(x: torch.Tensor) -> torch.Tensor:
+    """Bytes: NaN equals itself."""
+    return x.reshape(-1).view(torch.uint8)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("count", [1, 48, 57, 300])
+@pytest.mark.parametrize("lost", [None, torch.nan, torch.inf])
+def test_shards_have_the_codes_and_scales_of_the_whole(spec, count, lost):
+    spec, columns = Spec.parse(spec), 41
+    weight = torch.randn(count, columns, generator=torch.Generator().manual_seed(count)) * torch.logspace(
+        -3, 3, columns
+    )
+    if lost is not None:
+        weight[-1, 7] = lost
+    whole = quantize(weight, spec, dim=1)
+    assert whole.scale is not None
+    for ranks in (1, 2, 3, 4):
+        kept = -(-count // ranks)
+        firsts = [min(rank * kept, count) for rank in range(ranks)]
+        shards = [weight[first : first + kept] for first in firsts]
+        reaches, amax = reach(spec, count, ranks), None
+        if reaches is not None:
+            own = [
+                own_amax(shard, spec, (count, columns), first, reaches)
+                for shard, first in zip(shards, firsts, strict=True)
+            ]
+            amax = torch.stack(own).amax(0)
+        found = [
+            quantize_rows(shard, spec, (count, columns), first, reaches, amax)
+            for shard, first in zip(shards, firsts, strict=True)
+        ]
+        codes = torch.cat([part.data.view(torch.uint8) for part in found])
+        assert torch.equal(codes, whole.data.view(torch.uint8))
+        scales = [part.scale for part in found if part.scale is not None]
+        joined = reaches != "blocks" and spec.granularity != "tensor"
+        for scale in [torch.cat([raw(s) for s in scales])] if joined else map(raw, scales):
+            assert torch.equal(scale, raw(whole.scale))
+        for part in found:
+            assert part.tensor_scale is None or torch.equal(part.tensor_scale, whole.tensor_scale)
+            assert (part.tensor_scale is None) == (whole.tensor_scale is None)
