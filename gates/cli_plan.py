@@ -52,6 +52,9 @@ def plan(
     trace: Annotated[
         bool, typer.Option("--trace", help="Run one training batch to see the rows of each layer, and price by them.")
     ] = False,
+    casts: Annotated[
+        bool, typer.Option("--casts", help="Trace a compiled step to see which casts fuse with what made their tensor.")
+    ] = False,
     rates: Annotated[
         Optional[str],  # noqa: UP045
         typer.Option(metavar="FILE", help="Price by these measured rates, as scripts/bench_gemm_rates writes them."),
@@ -111,6 +114,7 @@ def plan(
             backend=backend,
             rows=rows,
             trace=trace,
+            casts=casts,
             rates=rates,
             json=json,
             wire=WireOptions(
@@ -167,6 +171,7 @@ class PlanOptions:
     backend: str | None
     rows: int | None
     trace: bool
+    casts: bool
     rates: str | None
     json: bool
     wire: WireOptions
@@ -177,7 +182,7 @@ def plan_command(options: PlanOptions) -> None:
     from ..precision.capability import named_device
     from ..precision.errors import NarrowgateError
     from ..recipes import load_rates, load_recipe, resolve
-    from .rows import trace_rows, trace_step
+    from .rows import trace_casts, trace_rows, trace_step
     from .task import TaskSource
 
     traced = options.trace or options.data is not None
@@ -198,6 +203,8 @@ def plan_command(options: PlanOptions) -> None:
     plan = resolve(loaded, built, device=target, backend=options.backend, rows=rows, rates=rates)
     if traced:
         plan = plan.with_trace(trace_step(task, built))
+    if options.casts:
+        plan = plan.with_casts(trace_casts(task, built, plan))
     if options.wire.shards:
         _print_wire(built, plan, options)
     elif options.json:

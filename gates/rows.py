@@ -15,7 +15,7 @@ from .batches import to_device
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from ..recipes import GemmTrace
+    from ..recipes import CastPlan, GemmTrace, Plan
     from ..recipes.recipe import Recipe
     from .task import Task
 
@@ -42,6 +42,19 @@ def trace_step(task: Task, model: nn.Module) -> GemmTrace:
         NarrowgateError: the task has no batch, or its loss multiplies nothing in the model.
     """
     return trace_gemms(model, _step(task, model))
+
+
+def trace_casts(task: Task, model: nn.Module, plan: Plan) -> tuple[CastPlan, ...]:
+    """Return the casts of one compiled training step by ``plan``, of the same batch as :func:`trace_rows`.
+
+    Raises:
+        NarrowgateError: the plan's backend casts on its own, the task has no batch, or its step cannot be traced.
+    """
+    from ..recipes import plan_casts
+
+    if plan.backend != "native":
+        raise NarrowgateError(f"backend {plan.backend} casts on its own, expected native to plan casts")
+    return plan_casts(model, plan.recipe, lambda traced: _step(task, traced)(), device=plan.device)
 
 
 def _step(task: Task, model: nn.Module) -> Callable[[], Tensor]:

@@ -12,6 +12,8 @@ it was made of (see :mod:`narrowgate.precision.fusion`).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -72,9 +74,23 @@ def quantize_both(
     return _launch(x, rows, columns)
 
 
+@contextmanager
+def kernels_assumed() -> Iterator[None]:
+    """Within this block graphs are traced as on a GPU, wherever the tensors lie; such a graph cannot run here."""
+    global _assumed
+    before, _assumed = _assumed, True
+    try:
+        yield
+    finally:
+        _assumed = before
+
+
+_assumed = False
+
+
 def has_kernel(x: Tensor, *specs: Spec) -> bool:
     """True where the fused kernels cast ``x`` to all of ``specs``."""
-    on_device = x.is_cuda or kernels_on_cpu()
+    on_device = x.is_cuda or kernels_on_cpu() or _assumed
     # Not bool(specs): Dynamo of PyTorch 2.11 does not trace it.
     known = len(specs) > 0 and all(has_cast_kernel(spec) for spec in specs)
     return on_device and known and x.dim() == 2 and x.dtype in _DTYPES

@@ -18,7 +18,7 @@ from .config import LinearConfig
 from .errors import NarrowgateError
 from .gemm import dense_gemm
 from .kernels.program import IDENTITY
-from .layer import LowPrecisionLayer, swap
+from .layer import LowPrecisionLayer, autocast_device, swap
 
 _BF16 = torch.bfloat16
 
@@ -28,7 +28,7 @@ class FusedBF16Linear(LowPrecisionLayer, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return x Wᵀ + bias: [..., N] for an input of [..., K], in autocast's dtype where that is on."""
-        device = input.device.type
+        device = autocast_device(input)
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
         with torch.autocast(device, enabled=False):
             out = _FusedBF16Function.apply(input.reshape(-1, self.in_features), self.weight, dtype)
@@ -67,7 +67,7 @@ class _FusedBF16Function(torch.autograd.Function):
         operand, matrix = ctx.saved_tensors
         needs_dx, needs_dw = ctx.needs_input_grad[:2]
         dx = dw = None
-        with torch.autocast(operand.device.type, enabled=False):
+        with torch.autocast(autocast_device(operand), enabled=False):
             dy = _written(grads[0])
             if needs_dx:
                 dx = dense_gemm(dy, matrix.t(), out_dtype=ctx.dtypes[0])

@@ -192,10 +192,10 @@ def fuse_casts(graph: fx.Graph) -> int:
     Args:
         graph: a decomposed graph with fake tensors in ``meta["val"]``, as Inductor's post-grad passes see it.
     """
-    casts = list(_casts(graph))
+    casts = list(casts_of(graph))
     if not casts:
         return 0
-    inputs = {node: _leaves(node)[0] for node in casts}
+    inputs = {node: source_of(node) for node in casts}
     owned = _read_by_casts_alone(graph, inputs)
     fused = sum(_fuse(node, x, owned) for node, x in inputs.items())
     dropped = sum(_drop(node) for node in casts)
@@ -215,7 +215,7 @@ def _drop(node: fx.Node) -> bool:
     return True
 
 
-def _casts(graph: fx.Graph) -> Iterator[fx.Node]:
+def casts_of(graph: fx.Graph) -> Iterator[fx.Node]:
     """Stand-alone casts: plain operators, or in the wrapper that makes a mutating operator functional."""
     for node in graph.nodes:
         if node.op == "call_function" and _operator(node) in _cast_operators() and _argument(node, 1) == IDENTITY:
@@ -236,6 +236,16 @@ def _operator(node: fx.Node) -> Any:
         torch.ops.higher_order.auto_functionalized_v2,
     )
     return node.args[0] if wrapped else node.target
+
+
+def source_of(cast: fx.Node) -> fx.Node:
+    """Return the tensor that a stand-alone cast reads."""
+    return _leaves(cast)[0]
+
+
+def program_of(cast: fx.Node) -> str:
+    """Return the text of the program that a cast computes."""
+    return _argument(cast, 1)
 
 
 _NAMES = ("leaves", "program")

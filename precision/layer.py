@@ -189,6 +189,11 @@ class LowPrecisionLayer(nn.Module):
         return _rebuild, (state.kind, state.original), self.__getstate__()
 
 
+def autocast_device(x: Tensor) -> str:
+    """The device type whose autocast governs ``x``; the meta device, on which steps are only traced, knows none."""
+    return "cpu" if x.device.type == "meta" else x.device.type
+
+
 def swap(
     module: nn.Module,
     kind: type[LowPrecisionLayer],

@@ -32,7 +32,16 @@ from .config import LinearConfig
 from .errors import NarrowgateError
 from .gathered import CodedWeight
 from .gemm import dense_gemm, scaled_gemm
-from .layer import LayerState, LowPrecisionLayer, layer_state, live_layers, original_type, restore_layer, swap
+from .layer import (
+    LayerState,
+    LowPrecisionLayer,
+    autocast_device,
+    layer_state,
+    live_layers,
+    original_type,
+    restore_layer,
+    swap,
+)
 from .operands import Operand, prepare, prepare_both, restore, save
 from .quantization import QuantizedTensor
 from .weight_codes import WeightCodes, can_keep, weight_product
@@ -96,7 +105,7 @@ def linear_product(
 
     With ``kept`` the weight's codes are those of its last use, where they are still right.
     """
-    device = input.device.type
+    device = autocast_device(input)
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
     # Autocast must not touch the GEMMs inside: their dtypes are the recipe's.
     with torch.autocast(device, enabled=False):
@@ -212,7 +221,7 @@ class _LinearFunction(torch.autograd.Function):
         weight, x_wgrad, draw = restore(ctx.layout, ctx.saved_tensors)
         needs_dx, needs_dw = ctx.needs_input_grad[:2]
         dx = dw = None
-        with torch.autocast(dy.device.type, enabled=False):
+        with torch.autocast(autocast_device(dy), enabled=False):
             dy_dgrad, dy_wgrad = prepare_both(
                 dy, ("dgrad", 0) if needs_dx else None, ("wgrad", 0) if needs_dw else None, state, draw, recording
             )

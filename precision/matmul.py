@@ -19,7 +19,7 @@ from .capability import Support
 from .config import GemmConfig, LinearConfig
 from .errors import NarrowgateError
 from .gemm import as_dtype
-from .layer import LayerState, LowPrecisionLayer, layer_state, swap
+from .layer import LayerState, LowPrecisionLayer, autocast_device, layer_state, swap
 from .operands import Operand, prepare, restore, save, shared
 
 EMULATED = Support(native=False, reason="no batched low-precision product is wired up")
@@ -50,7 +50,7 @@ class LowPrecisionMatMul(LowPrecisionLayer, MatMul):
                 f"{state.name or 'matmul'}: expected [..., M, K] and [..., K, N], "
                 f"found {list(input.shape)} and {list(weight.shape)}"
             )
-        device = input.device.type
+        device = autocast_device(input)
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
         batch = torch.broadcast_shapes(input.shape[:-2], weight.shape[:-2])
         draw, recording = state.enter(self.training and torch.is_grad_enabled())
@@ -128,7 +128,7 @@ class _MatMulFunction(torch.autograd.Function):
         config, recording = state.config, ctx.recording
         w_dgrad, x_wgrad, draw = restore(ctx.layout, ctx.saved_tensors)
         dx = dw = dy_dgrad = dy_wgrad = None
-        with torch.autocast(dy.device.type, enabled=False):
+        with torch.autocast(autocast_device(dy), enabled=False):
             if ctx.needs_input_grad[0]:
                 dy_dgrad = prepare(dy, 2, "dgrad", 0, state, draw, recording)
                 dx = _product(dy_dgrad, w_dgrad, ctx.dtypes[0])

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .decorator import low_precision
     from .errors import Diagnostic, RecipeError, github_annotations
     from .fused_bf16 import apply_fused_bf16
+    from .fused_casts import CastPlan, plan_casts
     from .load import builtin_names, builtin_text, load_recipe
     from .plan import LayerPlan, Origin, Plan
     from .rates import load_rates, rates_schema
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Activations": ".recipe",
+    "CastPlan": ".fused_casts",
     "Diagnostic": ".errors",
     "GemmTrace": ".tracing",
     "LayerPlan": ".plan",
@@ -63,6 +65,7 @@ _HOMES = {
     "measure_rows": ".rows",
     "predict_wire": ".wire_plan",
     "rates_schema": ".rates",
+    "plan_casts": ".fused_casts",
     "recipe_schema": ".schema",
     "recipe_schema_text": ".schema",
     "recipe_state": ".state",
@@ -75,6 +78,7 @@ _HOMES = {
 
 __all__ = [
     "Activations",
+    "CastPlan",
     "Diagnostic",
     "GemmTrace",
     "LayerPlan",
@@ -106,6 +110,7 @@ __all__ = [
     "load_topology",
     "low_precision",
     "measure_rows",
+    "plan_casts",
     "predict_wire",
     "rates_schema",
     "recipe_schema",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 from weakref import ReferenceType
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
+    from .fused_casts import CastPlan
     from .targets import Unreachable
     from .tracing import GemmTrace
 
@@ -166,6 +167,8 @@ class Plan:
     rates: Rates | None = None
     #: Every product of one step (:func:`narrowgate.recipes.trace_gemms`); None where no step was traced.
     trace: GemmTrace | None = None
+    #: Casts of a compiled step (:func:`narrowgate.recipes.plan_casts`); None where none was traced.
+    casts: tuple[CastPlan, ...] | None = None
     #: The model that :func:`narrowgate.recipes.apply_recipe` changed, and its seed; None where it was only resolved.
     model: ReferenceType[nn.Module] | None = field(default=None, compare=False, repr=False)
     seed: int = field(default=0, compare=False)
@@ -176,6 +179,10 @@ class Plan:
     def with_trace(self, trace: GemmTrace) -> Plan:
         """Return this plan with a traced step: shares are of its FLOPs, and products out of reach are listed."""
         return replace(self, trace=trace)
+
+    def with_casts(self, casts: Sequence[CastPlan]) -> Plan:
+        """Return this plan with the casts of a compiled step: which compute what they cast, and which read it."""
+        return replace(self, casts=tuple(casts))
 
     @property
     def no_prices(self) -> str | None:
@@ -348,6 +355,7 @@ class Plan:
             "totals": totals.to_dict() if (totals := self.totals()) is not None else None,
             "layers": [layer.to_dict() for layer in self.layers],
             "trace": self.trace.to_dict() if self.trace is not None else None,
+            "casts": [cast.to_dict() for cast in self.casts] if self.casts is not None else None,
             "unreachable": [entry.to_dict() for entry in self.unreachable],
             "warnings": [warning.to_dict() for warning in self.warnings],
         }

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 _HEADER = ("layer", "type", "in", "out", *PATHS, "set by")
 _PRICED = ("layer", "type", "in", "out", "rows", *PATHS, "gain us", "ratio", "set by")
+#: With traced casts: which tensors of the layer are cast where they are made.
+_FUSED = "fused casts"
 _NUMERIC = frozenset({"in", "out", "rows", "gain us", "ratio"})
 _EMULATED = "~"
 #: Behind a ratio whose shapes were not measured.
@@ -23,7 +25,7 @@ _BEYOND = "?"
 def plan_text(plan: Plan) -> str:
     """Return the plan as plain aligned text ending in a newline."""
     header = _header(plan)
-    rows = [header, *(_cells(layer, header) for layer in plan.layers)]
+    rows = [header, *(_cells(plan, layer, header) for layer in plan.layers)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
     right = {i for i, name in enumerate(header) if name in _NUMERIC}
     lines = [_title(plan), ""]
@@ -48,7 +50,7 @@ def plan_renderable(plan: Plan) -> RenderableType:
         table.add_column(name, justify="right" if numeric else "left", no_wrap=numeric, overflow="fold")
     for layer in plan.layers:
         cells: list[Text] = []
-        for name, cell in zip(header, _cells(layer, header), strict=True):
+        for name, cell in zip(header, _cells(plan, layer, header), strict=True):
             style = ""
             if name in PATHS:
                 gemm: GemmConfig = getattr(layer.config, name)
@@ -69,10 +71,11 @@ def _title(plan: Plan) -> str:
 
 
 def _header(plan: Plan) -> tuple[str, ...]:
-    return _HEADER if plan.no_prices else _PRICED
+    header = _HEADER if plan.no_prices else _PRICED
+    return header if plan.casts is None else (*header, _FUSED)
 
 
-def _cells(layer: LayerPlan, header: tuple[str, ...]) -> tuple[str, ...]:
+def _cells(plan: Plan, layer: LayerPlan, header: tuple[str, ...]) -> tuple[str, ...]:
     cells = {
         "layer": layer.name or "(root)",
         "type": layer.type,
@@ -83,6 +86,7 @@ def _cells(layer: LayerPlan, header: tuple[str, ...]) -> tuple[str, ...]:
         "rows": "",
         "gain us": "",
         "ratio": "",
+        _FUSED: ", ".join(cast.tensor for cast in plan.casts or () if cast.fused and cast.layer == layer.name),
     }
     price = layer.price
     if isinstance(price, LayerPrice):
@@ -120,7 +124,7 @@ def _notes(plan: Plan) -> list[str]:
     shares = ", ".join(f"{pair} {share:.1%}" for pair, share in plan.flops_share().items())
     notes = [f"GEMM FLOPs{'' if plan.weighted else ' per row'}: {shares or 'none'}", *_prices(plan)]
     notes += [f"{_EMULATED} emulated: {reason}" for reason in plan.emulated_reasons()]
-    notes += _in_turns(plan)
+    notes += [*_in_turns(plan), *_casts(plan)]
     padded = plan.padded()
     if padded:
         first = padded[0].name or "(root)"
@@ -152,6 +156,19 @@ def _in_turns(plan: Plan) -> list[str]:
         if layer.in_turns is not None:
             layers.setdefault(layer.in_turns, []).append(layer.name or "(root)")
     return [f"one expert after another: {reason} ({_layers(len(n))}, first {n[0]})" for reason, n in layers.items()]
+
+
+def _casts(plan: Plan) -> list[str]:
+    """Return how many of the casts of a compiled step compute what they cast."""
+    if plan.casts is None:
+        return []
+    counts = {
+        tensor: (sum(cast.fused for cast in casts), len(casts))
+        for tensor in ("input", "grad", "weight")
+        if (casts := [cast for cast in plan.casts if cast.tensor == tensor])
+    }
+    told = ", ".join(f"{fused} of {count} of {tensor}s" for tensor, (fused, count) in counts.items())
+    return [f"casts fused with what made their tensor, under torch.compile on {plan.device.name}: {told or 'none'}"]
 
 
 def _prices(plan: Plan) -> list[str]:

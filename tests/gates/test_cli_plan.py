@@ -187,3 +187,8 @@ def test_the_gate_decides_profitable_layers_alike_in_every_seed(monkeypatch: pyt
     assert plans[0].rows["heads.0.out"] == 512
     assert [layer.kept for layer in plans[0].layers] == [layer.kept for layer in plans[1].layers]
     assert rows_for(Recipe(name="r"), task, task.build_model()) is None
+
+
+def test_casts_of_another_backend_are_not_planned(capsys: Any) -> None:
+    assert run("plan", "fp8-tensor", "--model", "gem-tiny", "--device", "h200", "--casts", "--backend", "torchao") == 2
+    assert "backend torchao casts on its own, expected native to plan casts" in capsys.readouterr().err
