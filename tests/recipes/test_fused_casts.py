@@ -48,7 +48,7 @@ def test_norms_and_gates_move_in_and_what_is_in_memory_anyway_is_read_from_there
 
 def test_a_step_that_cannot_run_is_one_clear_error():
     model = nn.Sequential(Block(64, 128))
-    with pytest.raises(NarrowgateError, match="cannot be traced to plan its casts: .*63"):
+    with pytest.raises(NarrowgateError, match=r"cannot be traced to plan its casts: .*63"):
         plan_casts(model, recipe("fp8_e4m3"), lambda traced: traced(torch.randn(8, 63)).sum(),
                    device=named_device("h200"))  # fmt: skip
 
