@@ -217,10 +217,10 @@ def _time_modules(
         return ModuleTime(status="emulated")
     progress.phase(f"timing modules of {plan.recipe.name}: noting a step")
 
-    def told(i: int, n: int, name: str) -> None:
-        progress.phase(f"timing modules of {plan.recipe.name}: {i} of {n}, {name}")
+    def told(text: str) -> None:
+        progress.phase(f"timing modules of {plan.recipe.name}: {text}")
 
-    return measure_module_time(baseline, candidate, plan, run.policy.speed, run.policy.alpha, told)
+    return measure_module_time(baseline, candidate, plan, run.policy.speed, told)
 
 
 def _measurements(

@@ -135,20 +135,7 @@ def run_quartets(
     quartets: list[Quartet] = []
     started = timer.now()
     while True:
-        order: Literal["ABBA", "BAAB"] = "ABBA" if len(quartets) % 2 == 0 else "BAAB"
-        times: dict[str, list[BlockTime]] = {"A": [], "B": []}
-        for arm in order:
-            times[arm].append(timer.block(baseline if arm == "A" else candidate, plan.steps_per_block))
-        quartets.append(
-            Quartet(
-                order=order,
-                baseline_ms=(times["A"][0].device_ms, times["A"][1].device_ms),
-                candidate_ms=(times["B"][0].device_ms, times["B"][1].device_ms),
-                baseline_host_ms=(times["A"][0].host_ms, times["A"][1].host_ms),
-                candidate_host_ms=(times["B"][0].host_ms, times["B"][1].host_ms),
-                clocks=timer.clocks(),
-            )
-        )
+        quartets.append(run_quartet(baseline, candidate, timer, len(quartets), plan.steps_per_block))
         ratios = _ratios(quartets)
         told(len(quartets), float(np.exp(ratios[-1])))
         if len(quartets) >= plan.min_quartets:
@@ -159,6 +146,24 @@ def run_quartets(
                 return tuple(quartets), f"{plan.max_quartets} quartets, the most the policy allows"
         if timer.now() - started > plan.budget_seconds:
             return tuple(quartets), f"the budget of {plan.budget_seconds:g} s ended"
+
+
+def run_quartet(
+    baseline: StepFunction, candidate: StepFunction, timer: Timer, number: int, steps_per_block: int
+) -> Quartet:
+    """Time one quartet of blocks: ABBA where its ``number`` is even, BAAB where it is odd."""
+    order: Literal["ABBA", "BAAB"] = "ABBA" if number % 2 == 0 else "BAAB"
+    times: dict[str, list[BlockTime]] = {"A": [], "B": []}
+    for arm in order:
+        times[arm].append(timer.block(baseline if arm == "A" else candidate, steps_per_block))
+    return Quartet(
+        order=order,
+        baseline_ms=(times["A"][0].device_ms, times["A"][1].device_ms),
+        candidate_ms=(times["B"][0].device_ms, times["B"][1].device_ms),
+        baseline_host_ms=(times["A"][0].host_ms, times["A"][1].host_ms),
+        candidate_host_ms=(times["B"][0].host_ms, times["B"][1].host_ms),
+        clocks=timer.clocks(),
+    )
 
 
 def measure_step_time(

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 from narrowgate.gates.decision import decide, decide_family
-from narrowgate.gates.measurements import Measurements
+from narrowgate.gates.measurements import Measurements, ModuleProduct, ModuleRun, ModuleTime, Quartet
 from narrowgate.gates.policy import BUILTIN_POLICIES
+from scipy import signal
 
 STANDARD = BUILTIN_POLICIES["standard"]
 MARGIN = STANDARD.max_ne_increase
@@ -89,6 +90,41 @@ def test_drift_and_resembling_steps_fake_no_speedup(measurements, drift: str) ->
         return measurements([0.0] * 8, speed=StepTime.model_validate({"status": "measured", "quartets": quartets}))
 
     assert status_rate(simulate, "step_time", "pass") < ALLOWED
+
+
+def test_modules_timed_in_rounds_under_drift_fake_no_speedup(measurements) -> None:
+    """Two modules of unlike weight and gain, whose sum gains exactly what is asked; noise as for steps."""
+    quartets, steps = 20, 10
+    # 2 calls of 3.0 to 2.5 ms and 1 of 1.0 to 1.0 ms, each divided so that the sums' ratio is the threshold.
+    truth = ((2, 3.0, 2.5, 2 / 3), (1, 1.0, 1.0, 1 / 3))
+    scale = STANDARD.min_speedup * (2 * 2.5 + 1.0) / (2 * 3.0 + 1.0)
+
+    def simulate(rng: np.random.Generator) -> Measurements:
+        count = len(truth) * quartets * 4 * steps
+        noise = signal.lfilter([0.003 * 0.6], [1, -0.8], rng.standard_normal(count))
+        noise += np.cumsum(rng.standard_normal(count)) * 0.03 / count**0.5
+        blocks = np.exp(np.median(noise.reshape(quartets, len(truth), 4, steps)[..., 2:], axis=-1)).swapaxes(0, 1)
+        modules = []
+        for (calls, before, after, share), own in zip(truth, blocks, strict=True):
+            timed = []
+            for q, four in enumerate(own.tolist()):
+                outer, inner = (four[0], four[3]), (four[1], four[2])
+                a, b = (outer, inner) if q % 2 == 0 else (inner, outer)
+                a, b = tuple(scale * before * x for x in a), tuple(after * x for x in b)
+                order: Any = "ABBA" if q % 2 == 0 else "BAAB"
+                timed.append(
+                    Quartet(order=order, baseline_ms=a, candidate_ms=b, baseline_host_ms=a, candidate_host_ms=b)
+                )
+            product = ModuleProduct(name=f"m{calls}", type="Linear", m=1, k=1, n=1)
+            modules.append(
+                ModuleRun(
+                    products=(product,), around=(), calls=calls, layers=(product.name,), share=share,
+                    quartets=tuple(timed),
+                )
+            )  # fmt: skip
+        return measurements([0.0] * 8, module_time=ModuleTime(status="measured", modules=tuple(modules)))
+
+    assert 0.01 < status_rate(simulate, "module_time", "pass") < ALLOWED
 
 
 def test_the_best_of_five_recipes_at_the_margin_is_accepted_no_more_often_than_alpha(measurements) -> None:

@@ -46,9 +46,11 @@ class HostTimer:
 
     def __init__(self, seconds_a_block: float = 0.0) -> None:
         self.blocks, self.passes = 0, seconds_a_block
+        self.steps: list[StepFunction] = []
 
     def block(self, step: StepFunction, steps: int) -> BlockTime:
         self.blocks += 1
+        self.steps.append(step)
         started = time.perf_counter()
         for i in range(steps):
             step(i)
@@ -219,11 +221,12 @@ FEW = SpeedPlan(min_quartets=3, max_quartets=3, steps_per_block=3)
 def test_every_region_is_timed_in_both_arms_forward_and_backward(regions) -> None:
     found, models = regions
     seen: list[str] = []
-    measured = time_regions(
-        found, models, CPU, HostTimer(), FEW, 0.05, lambda i, n, name: seen.append(f"{i}/{n} {name}")
-    )
+    measured = time_regions(found, models, CPU, HostTimer(), FEW, seen.append)
     assert [module.name for module in measured.modules] == ["body", "top", "head"]
-    assert seen == ["1/3 body", "2/3 top", "3/3 head"]
+    assert seen[:4] == [
+        *(f"making ready {i} of 3, {n}" for i, n in ((1, "body"), (2, "top"), (3, "head"))),
+        "round 1 of 3, 3 regions",
+    ]
     assert measured.left_out == ()
     assert measured.covered == pytest.approx(1.0)
     assert measured.modules[0].share == pytest.approx(16 * 32 / (16 * 32 + 32 * 16 + 16))
@@ -233,11 +236,35 @@ def test_every_region_is_timed_in_both_arms_forward_and_backward(regions) -> Non
     assert all(p.grad is None for model in models for p in model.parameters()), "gradients of timing are given back"
 
 
+def test_quartets_go_in_rounds_so_that_regions_drift_together(regions) -> None:
+    found, models = regions
+    timer = HostTimer()
+    time_regions(found, models, CPU, timer, FEW)
+    arms = {id(step): name for step, name in zip(timer.steps[:6], "AaBbCc", strict=True)}
+    order = "".join(arms[id(step)] for step in timer.steps[6:])
+    assert order == "AaaABbbBCccC" + "aAAabBBbcCCc" + "AaaABbbBCccC"
+
+
+def test_a_region_that_fails_in_a_round_takes_no_other_with_it(regions) -> None:
+    found, models = regions
+    calls: list[int] = []
+
+    def breaks(module: nn.Module, args: Any) -> None:
+        calls.append(1)
+        if len(calls) > 10:
+            raise RuntimeError("too often")
+
+    models[1].body.register_forward_pre_hook(breaks)
+    measured = time_regions(found, models, CPU, HostTimer(), FEW)
+    assert [(m.name, len(m.quartets)) for m in measured.modules] == [("top", 3), ("head", 3)]
+    assert [(m.name, m.why) for m in measured.left_out] == [("body", "it does not run alone: RuntimeError: too often")]
+
+
 def test_backward_runs_too(regions) -> None:
     found, models = regions
     seen: list[int] = []
     models[1].body.weight.register_hook(lambda grad: seen.append(1))
-    time_regions(found[:1], models, CPU, HostTimer(), FEW, 0.05)
+    time_regions(found[:1], models, CPU, HostTimer(), FEW)
     # Warm-up calls, the block that warms up, and two blocks of three steps in each of three quartets.
     assert len(seen) == 3 + 3 + 3 * 2 * 3
 
@@ -251,21 +278,23 @@ def test_regions_compile_by_themselves(regions, monkeypatch: pytest.MonkeyPatch)
         return whole[-1]
 
     monkeypatch.setattr(module_time, "compile_model", compile_whole)
-    measured = time_regions(found[:1], models, CPU, HostTimer(), FEW, 0.05, compiled=True)
+    measured = time_regions(found[:1], models, CPU, HostTimer(), FEW, compiled=True)
     assert len(whole) == 2, "once in each arm"
     assert measured.left_out == ()
 
 
 def test_the_budget_leaves_out_the_lightest_and_says_so(regions) -> None:
     found, models = regions
-    # A block is a second; a region takes two to warm up and four a quartet: 14 in all.
+    # A block is a second: a region takes two to be made ready, and four in each of three rounds.
     plan = FEW.model_copy(update={"module_budget_seconds": 20})
-    measured = time_regions(found, models, CPU, HostTimer(1.0), plan, 0.05)
+    timer = HostTimer(1.0)
+    measured = time_regions(found, models, CPU, timer, plan)
     assert [module.name for module in measured.modules] == ["body"]
     assert [(region.name, region.why) for region in measured.left_out] == [
-        ("top", "the budget of 20 s ended"),
-        ("head", "the budget of 20 s ended"),
+        ("top", "the budget of 20 s has no room for it"),
+        ("head", "the budget of 20 s has no room for it"),
     ]
+    assert timer.now() == 2 + 2 + 3 * 4 <= 20, "what has no room is not timed"
     assert measured.covered + sum(region.share for region in measured.left_out) == pytest.approx(1.0)
 
 
@@ -280,7 +309,7 @@ def test_a_region_that_fails_alone_is_left_out_with_its_error_and_the_others_cou
 
     models[1].body.register_forward_pre_hook(broken)
     models[1].top.register_forward_pre_hook(full)
-    measured = time_regions(found, models, CPU, HostTimer(), FEW, 0.05)
+    measured = time_regions(found, models, CPU, HostTimer(), FEW)
     assert [module.name for module in measured.modules] == ["head"]
     assert {region.name: region.why for region in measured.left_out} == {
         "body": "it does not run alone: ValueError: needs the whole model",
@@ -290,8 +319,8 @@ def test_a_region_that_fails_alone_is_left_out_with_its_error_and_the_others_cou
 
 def test_planted_one_slow_module_is_named(regions, measurements) -> None:
     found, models = regions
-    models[1].top.register_forward_pre_hook(lambda *_: time.sleep(0.005))
-    measured = time_regions(found, models, CPU, HostTimer(), FEW, 0.05)
+    models[1].top.register_forward_pre_hook(lambda *_: time.sleep(0.03))
+    measured = time_regions(found, models, CPU, HostTimer(), FEW)
     policy = STANDARD.model_copy(update={"speed": FEW})
     decision = decide(measurements([0.0] * 8, module_time=measured), policy)
     assert decision.verdict == "reject"
@@ -313,7 +342,7 @@ def test_the_arms_of_a_run_are_timed_on_the_first_batch_and_parked(room: Path, m
     task, recipe = load_task("ranker:good"), load_recipe("all-fp8.yaml")
     arms = Arm(task, CPU), Arm(task, CPU, recipe)
     plan = apply_recipe(task.build_model(), recipe)
-    found = measure_module_time(*arms, plan, FEW, 0.05, lambda i, n, name: None)
+    found = measure_module_time(*arms, plan, FEW, lambda text: None)
     assert [(m.name, m.products[0].m, m.around) for m in found.modules] == [
         ("body", 64, ("relu", "Dropout")),
         ("head", 64, ("relu", "Dropout", "squeeze", "float")),
@@ -412,7 +441,7 @@ def test_on_a_gpu_modules_are_timed_alone(room: Path) -> None:
     recipe = load_recipe("all-fp8.yaml")
     baseline, candidate = Arm(task, device), Arm(task, device, recipe)
     plan = apply_recipe(task.build_model().to(device), recipe)
-    found = measure_module_time(baseline, candidate, plan, FEW, 0.05, lambda i, n, name: None)
+    found = measure_module_time(baseline, candidate, plan, FEW, lambda text: None)
     assert found.status == "measured"
     assert found.left_out == ()
     assert {name for module in found.modules for name in module.layers} == {"body", "head"}
