@@ -57,11 +57,9 @@ def _foreign_parts(recipe: Recipe, backend: str) -> Iterator[Diagnostic]:
     """What only our own layers do beyond their products."""
     if backend == "native":
         return
-    if recipe.shards is not None:
-        for name in ("all_gather", "reduce_scatter"):
-            spec: Spec | None = getattr(recipe.shards, name)
-            if spec is not None and spec.format != "bf16":
-                yield _at_part(recipe, "shards", name, f"{backend} cannot express {spec}: shards travel as bf16 there")
+    if recipe.shards is not None and recipe.shards.all_gather.format != "bf16":
+        message = f"{backend} cannot express {recipe.shards.all_gather}: weights travel as bf16 there"
+        yield _at_part(recipe, "shards", "all_gather", message)
     if recipe.activations is not None and recipe.activations.save != "operand":
         message = f"{backend} cannot express {recipe.activations.save}: what it saves for backward is its own choice"
         yield _at_part(recipe, "activations", "save", message)

@@ -13,7 +13,7 @@ from ..precision.errors import NarrowgateError
 from .errors import Diagnostic, RecipeError
 from .load import load_recipe
 from .recipe import Recipe, Rule, at_rule
-from .runnable import not_built_in_recipe, rule_config
+from .runnable import doubts_in_parts, not_built_in_recipe, rule_config
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def validate_file(recipe: str | FilePath, *, require_native: str | None = None) 
     except NarrowgateError as error:
         return Validation(None, (Diagnostic(file=str(recipe), message=str(error)),))
     findings: list[Diagnostic] = [replace(d, severity="note") for d in not_built_in_recipe(loaded)]
-    findings += _inside_rules(flat)
+    findings += [*_inside_rules(flat), *doubts_in_parts(loaded)]
     if device is not None:
         findings += _emulated(flat, device)
     errors = [d for d in findings if d.severity == "error"]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from narrowgate.precision import NarrowgateError, NotBuiltError, Shard, call_key, optimizer_state, quantize, stream_key
-from narrowgate.precision.moments import Place, _stochastic_bf16, store
+from narrowgate.precision.moments import Place, _stochastic_bf16, restore, store
 from narrowgate.precision.optimizer_state import lower_state, state_bytes
 from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
@@ -151,6 +151,25 @@ def test_stochastic_moments_are_right_on_average():
         error = (total / trials - x).abs()
         assert (error <= 5 * step * x.abs().clamp(min=x.abs().amax() * 2**-6) / (2 * math.sqrt(trials))).all(), spec
         assert error.amax() > 0
+
+
+@pytest.mark.parametrize("spec", ["bf16", "fp8_e4m3/1x128"])
+def test_a_second_moment_follows_where_it_is_rounded_stochastically_and_stands_still_where_to_nearest(spec):
+    """From 4 toward 1 with beta2 = 0.999: after n steps 1 + 3 * 0.999**n. A block's largest element is exact anyway."""
+    steps, place = 1500, Place((8, 128), None)
+    target = torch.ones(8, 128)
+    target[:, 0] = 8
+    means = []
+    for text in (spec, f"{spec}+sr"):
+        chosen = quantize(target, text, seed=0).spec
+        x = torch.full_like(target, 4).where(target == 1, target)
+        for step in range(steps):
+            x = 0.999 * x + 0.001 * target
+            stored = store("exp_avg_sq", x, chosen, place, torch.tensor(step) if chosen.sr else None)
+            x = restore("exp_avg_sq", stored, chosen, place)
+        means.append(x[:, 1:].mean().item())
+    assert means[0] == 4
+    assert means[1] == pytest.approx(1 + 3 * 0.999**steps, rel=0.03)
 
 
 def test_draws_differ_by_parameter_moment_and_step_and_leave_the_generator_alone():

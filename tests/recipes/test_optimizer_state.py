@@ -10,7 +10,7 @@ import pytest
 import torch
 from narrowgate.models.optimizers import AdamWithRowwiseAdagrad
 from narrowgate.precision import NarrowgateError, call_key, quantize, stream_key
-from narrowgate.recipes import OptimizerState, Recipe, Rule, apply_recipe, resolve
+from narrowgate.recipes import OptimizerState, Recipe, Rule, apply_recipe, resolve, validate_file
 from torch import nn
 
 RULES = [Rule(layers="interaction.*", all="fp8_e4m3")]
@@ -80,3 +80,19 @@ def test_a_plan_knows_its_model_only_where_a_recipe_was_applied(tower):
     assert pickle.loads(pickle.dumps(plan)).model is None
     assert copy.copy(plan) == plan
     assert plan.with_trace(plan.trace).model is plan.model  # type: ignore[arg-type]
+
+
+def test_state_that_is_rounded_to_nearest_is_warned_of_where_it_stands(tower, tmp_path):
+    base, path = tmp_path / "base.yaml", tmp_path / "r.yaml"
+    base.write_text("recipe: base\noptimizer: {state: fp8_e4m3/1x128}\n")
+    path.write_text("recipe: r\nextends: base.yaml\n")
+    expected = (
+        f"{base}:2:20: warning: optimizer.state: fp8_e4m3/1x128 rounds to nearest, so a second moment that decays slowly stands "
+        "still; fp8_e4m3/1x128+sr follows it"
+    )
+    assert [str(warning) for warning in resolve(path, tower).warnings] == [expected]
+    assert [str(finding) for finding in validate_file(path).diagnostics] == [expected]
+    assert validate_file(path).ok
+    for state in ("bf16+sr", "fp32"):
+        path.write_text(f"recipe: r\noptimizer: {{state: {state}}}\n")
+        assert not resolve(path, tower).warnings
