@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from ..precision.errors import NarrowgateError, did_you_mean
+from ..precision.grouped_gemm import OPERATORS
 from .jagged_operator import OPERATOR
 
 #: Parts of a :class:`narrowgate.models.gem.GemLayer`, by the names of its submodules.
@@ -22,7 +23,7 @@ _aten: Any = torch.ops.aten
 #: What ``pointwise`` keeps: the products, which cost most to repeat.
 _PRODUCTS = [
     _aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default, _aten._scaled_mm.default,
-    _aten._grouped_mm.default, _aten._scaled_grouped_mm.default, OPERATOR,
+    *OPERATORS, OPERATOR,
 ]  # fmt: skip
 
 

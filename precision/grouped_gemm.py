@@ -24,6 +24,35 @@ from .gemm import as_dtype
 from .grouped_operands import GroupedOperand
 from .grouped_rows import Groups
 
+# PyTorch's operators through our own, since layouts decide what the kernels take: Inductor lowers theirs by itself, and
+# where an operand is still to be computed it picks another layout than the one that was asked for (torch 2.11, 2.13).
+_LIBRARY = torch.library.Library("narrowgate", "FRAGMENT")
+_TAGS = (torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag)
+_LIBRARY.define("grouped_mm(Tensor a, Tensor b, Tensor ends) -> Tensor", tags=_TAGS)
+_LIBRARY.define(
+    "scaled_grouped_mm(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor ends, bool fast) -> Tensor",
+    tags=_TAGS,
+)
+
+
+def _grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    return torch.ops.aten._grouped_mm.default(a, b, ends, None, None)
+
+
+def _scaled_grouped_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, ends: Tensor, fast: bool) -> Tensor:
+    # Not the functional scaled_grouped_mm, which PyTorch 2.11 has no shapes for.
+    return torch.ops.aten._scaled_grouped_mm.default(
+        a, b, scale_a, scale_b, ends, None, None, torch.bfloat16, fast
+    )  # fmt: skip
+
+
+for _name, _product in (("grouped_mm", _grouped_mm), ("scaled_grouped_mm", _scaled_grouped_mm)):
+    _LIBRARY.impl(_name, _product, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"narrowgate::{_name}", _product, lib=_LIBRARY)
+
+#: Operators that multiply the groups: ``(a, b, ends)`` in BF16, ``(a, b, scale_a, scale_b, ends, fast)`` in E4M3.
+OPERATORS = (torch.ops.narrowgate.grouped_mm.default, torch.ops.narrowgate.scaled_grouped_mm.default)
+
 #: Fixed sizes of FP8 operands, and of BF16 operands: 16 bytes.
 _CODES, _VALUES = 16, 8
 
@@ -49,13 +78,13 @@ def rows_product(
     if first.scale is None or second.scale is None:
         a = _padded(first.data, 1, _VALUES).contiguous()
         b = _padded(_padded(second.data, 1, _VALUES), 2, _VALUES)
-        product = torch.ops.aten._grouped_mm.default(a, b.mT, groups.ends, None, None)
+        product = torch.ops.narrowgate.grouped_mm.default(a, b.mT, groups.ends)
     else:
         a = _padded(first.data, 1, _CODES).contiguous()
         b = _padded(_padded(second.data, 1, _CODES), 2, _CODES).contiguous()
         scale_a = first.scale[groups.group] if first.spec.granularity == "tensor" else first.scale.contiguous()
         scale_b = _matrix_scales(second, b.shape[1])
-        product = _scaled(a, b.mT, scale_a, scale_b, groups.ends, fast)
+        product = torch.ops.narrowgate.scaled_grouped_mm.default(a, b.mT, scale_a, scale_b, groups.ends, fast)
     return as_dtype(product if product.shape[1] == columns else product[:, :columns], out_dtype)
 
 
@@ -79,7 +108,7 @@ def columns_product(
     rows, columns = first.data.shape[0], second.data.shape[0]
     a, b = _padded(first.data, 0, _CODES), _padded(second.data, 0, _CODES)
     scale_a, scale_b = (_matrix_scales(q, x.shape[0]).flatten() for q, x in ((first, a), (second, b)))
-    product = _scaled(a, b.t(), scale_a, scale_b, groups.padded_ends, fast)
+    product = torch.ops.narrowgate.scaled_grouped_mm.default(a, b.t(), scale_a, scale_b, groups.padded_ends, fast)
     return as_dtype(product[:, :rows, :columns], out_dtype)
 
 
@@ -89,17 +118,10 @@ def dense_columns_product(first: Tensor, second: Tensor, groups: Groups) -> Tens
     if groups.rows == 0:
         return first.new_zeros((groups.count, rows, columns))
     a, b = (_padded(x, 1, _VALUES).contiguous() for x in (first, second))
-    product = torch.ops.aten._grouped_mm.default(a.t(), b, groups.ends, None, None)
+    product = torch.ops.narrowgate.grouped_mm.default(a.t(), b, groups.ends)
     # A contraction over nothing leaves what was in the accumulator on Blackwell (pytorch/pytorch#172439).
     empty = (groups.ends == groups.starts).view(-1, 1, 1)
     return torch.where(empty, 0, product[:, :rows, :columns])
-
-
-def _scaled(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, ends: Tensor, fast: bool) -> Tensor:
-    # The functional scaled_grouped_mm does the same through an operator that PyTorch 2.11 cannot trace.
-    return torch.ops.aten._scaled_grouped_mm.default(
-        a, b, scale_a, scale_b, ends, None, None, torch.bfloat16, fast
-    )  # fmt: skip
 
 
 def _matrix_scales(operand: GroupedOperand, padded: int) -> Tensor:

@@ -225,7 +225,7 @@ def _flops(op: str, args: tuple[Any, ...], out: Any) -> int | None:
         return _product(args[1], args[2])
     if op == "linear":
         return 2 * args[0].numel() * args[1].shape[0]
-    if op in ("_grouped_mm", "_scaled_grouped_mm"):  # rows [T, K] by matrices [E, K, N]; or both 2-D, over the rows
+    if op.lstrip("_") in ("grouped_mm", "scaled_grouped_mm"):  # rows [T, K] by matrices [E, K, N]; both 2-D, over rows
         a, b = args[0], args[1]
         return 2 * (a.shape[0] if a.dim() == 2 else prod(a.shape[:2])) * a.shape[-1] * b.shape[-1]
     if "scaled_dot_product" in op and "backward" not in op:

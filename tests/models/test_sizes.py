@@ -9,7 +9,10 @@ import torch
 from narrowgate.models import GemConfig, GemTask, Preset, get_preset
 from narrowgate.models.experts import Experts, imbalance
 from narrowgate.models.functional import RMSNorm
+from narrowgate.precision import NAMED_DEVICES, LinearConfig
 from narrowgate.precision.errors import NarrowgateError
+from narrowgate.precision.grouped import lower_grouped
+from narrowgate.precision.layer import layer_state
 from narrowgate.recipes import apply_recipe
 from torch import nn
 
@@ -110,6 +113,25 @@ def test_a_model_with_experts_trains_lowered_and_balances(small: Preset) -> None
     torch.manual_seed(1)
     alone = nn.functional.binary_cross_entropy_with_logits(model(batch), batch.labels)
     assert training.item() == pytest.approx(alone.item() + 0.01 * uneven.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_compiled_mixture_never_asks_the_host_where_products_are_grouped(bias: bool) -> None:
+    """PyTorch's BF16 grouped product runs on a CPU too, where narrowgate does not choose it by itself."""
+    mixtures = [Experts(dataclasses.replace(EXPERTS, bias=bias)) for _ in range(2)]
+    mixtures[1].load_state_dict(mixtures[0].state_dict())
+    for module in (mixtures[1].up, mixtures[1].down):
+        lower_grouped(module, LinearConfig())
+        layer_state(module).here = NAMED_DEVICES["h200"]
+    found = []
+    compiled = torch.compile(mixtures[1], fullgraph=True, backend="aot_eager")
+    for run, mixture in ((mixtures[0], mixtures[0]), (compiled, mixtures[1])):
+        tokens = torch.linspace(-1, 1, 3 * 4 * 16).reshape(3, 4, 16).sin().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            out = run(tokens)
+        found.append([out, *torch.autograd.grad(out.square().sum(), [tokens, *mixture.parameters()])])
+    for eager, traced in zip(*found, strict=True):
+        torch.testing.assert_close(traced, eager, rtol=3e-2, atol=3e-2 * float(eager.detach().abs().max()))
 
 
 def test_more_experts_a_token_than_there_are_is_refused() -> None:

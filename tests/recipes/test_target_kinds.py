@@ -6,9 +6,10 @@ import copy
 
 import pytest
 import torch
-from narrowgate.precision import NAMED_DEVICES, GroupedLinear, MatMul
+from narrowgate.precision import NAMED_DEVICES, GroupedLinear, LinearConfig, MatMul
 from narrowgate.precision.errors import NarrowgateError
-from narrowgate.precision.layer import LowPrecisionLayer
+from narrowgate.precision.grouped import lower_grouped
+from narrowgate.precision.layer import LowPrecisionLayer, layer_state
 from narrowgate.recipes import (
     Recipe,
     RecipeError,
@@ -162,6 +163,18 @@ def test_rows_and_the_trace_see_every_kind(model, x):
         assert [gemm.module for gemm in trace.unreachable] == ["attn"]  # scores and values, fused
         if not lowered(model):
             apply_recipe(model, EVERY)
+
+
+def test_a_grouped_product_is_one_gemm_of_its_layer_in_the_trace(model, x):
+    def products() -> list[tuple[str, int, int]]:
+        trace = trace_gemms(model, lambda: model(x))
+        return [(gemm.op, gemm.calls, gemm.flops) for gemm in trace.gemms if gemm.layer == "experts"]
+
+    flops = 2 * 20 * 32 * 16
+    assert [(calls, total) for _, calls, total in products()] == [(3, flops)]
+    lower_grouped(model.experts, LinearConfig())
+    layer_state(model.experts).here = NAMED_DEVICES["h200"]  # its BF16 grouped product runs on a CPU too
+    assert products() == [("grouped_mm", 1, flops)]
 
 
 def test_attention_that_cannot_be_lowered_is_listed_with_the_reason():
