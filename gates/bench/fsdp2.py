@@ -10,7 +10,7 @@ rank's shard in place of the others' (the same writes to memory, nothing on the 
 rank's part. ``exposed_ms`` is the step minus that one. The all-reduces of amaxes, a few bytes, stay in both.
 A recipe that reduces gradients itself (``shards.reduce_scatter``) is timed without such turns.
 
-**Bytes** are counted at the collectives in a step of its own (:class:`narrowgate.precision.WireCount`), and compared
+**Bytes** are counted at the collectives in a step of a few rows (:class:`narrowgate.precision.WireCount`), and compared
 with what :mod:`narrowgate.recipes.wire_plan` plans; a difference is a fault of the run. What a DTensor's own operators
 send is not seen: torchao's one all-reduce a step, four bytes a weight.
 """
@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -252,22 +252,25 @@ def _make(arm: ShardedArm, case: ShardedCase, mesh: DeviceMesh, settings: GemSet
     after = arm.after_step(model)
     losses: list[Tensor] = []
 
-    def step(i: int) -> None:
-        loss = case.loss(model)
+    def train(loss_of: Callable[[nn.Module], Tensor]) -> Tensor:
+        loss = loss_of(model)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         after()
-        if not losses:
-            losses.append(loss.detach())
+        return loss.detach()
+
+    def step(i: int) -> None:
+        losses.append(train(case.loss))
+        del losses[1:]
 
     wire = WireCount()
-    # Before anything is compiled, since a dispatch mode would be traced; the collectives are the same.
+    # Nothing compiles under a dispatch mode, and eager steps need more memory: a few rows send the same.
     with torch.compiler.set_stance("force_eager"):
-        step(0)  # until the first step no amax is known
+        train(case.probe)  # until the first step no amax is known
         with wire:
-            step(1)
-    for i in range(_WARMUPS if settings.gpu else 0):
+            train(case.probe)
+    for i in range(_WARMUPS if settings.gpu else 1):
         step(i)
     peak = None
     if settings.gpu:

@@ -33,6 +33,8 @@ VARIANTS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "fp8_128x128": ("fp8_e4m3/1x128", "fp8_e4m3/128x128", "fp8_e4m3/1x128", {}),
 }
 ARMS = ("narrowgate", "torchao")
+#: Rows of the step in which bytes are counted.
+_PROBE = 64
 #: What a variant is called whose weights are gathered in BF16.
 BF16_PAYLOAD = ", bf16 payload"
 
@@ -154,6 +156,8 @@ class ShardedCase:
     shape: Callable[[], nn.Module]
     #: The loss of one step; the batch is the rank's own.
     loss: Callable[[nn.Module], Tensor]
+    #: The same on a few rows: what travels does not depend on them.
+    probe: Callable[[nn.Module], Tensor]
     #: Which linear layers a variant is for, as a recipe's ``where``.
     where: str
     facts: dict[str, Any]
@@ -178,13 +182,16 @@ def tower(name: str, sizes: tuple[int, int, int, int], device: torch.device, ran
 
     facts = {"rows": rows, "width": width, "hidden": hidden, "blocks": blocks}
     where = "in_features % 16 == 0 and out_features % 16 == 0"
-    return ShardedCase(name, build, lambda: build(torch.device("meta")), loss, where, facts)
+    probe = lambda model: model(x[:_PROBE]).float().square().mean()  # noqa: E731
+    return ShardedCase(name, build, lambda: build(torch.device("meta")), loss, probe, where, facts)
 
 
 def gem(name: str, device: torch.device, rank: int) -> ShardedCase:
     """A built-in GEM-like model on synthetic rows. Its tables are frozen and no part of the shards."""
     task = GemTask.open(name, device=device)
-    (batch,) = stage(task.train_batches(rank), device, 1)
+    preset = task.preset
+    few = GemTask.open(replace(preset, training=replace(preset.training, batch_size=_PROBE)), device=device)
+    (batch,), (rows,) = (stage(of.train_batches(rank), device, 1) for of in (task, few))
     arithmetic = Arithmetic.of(device)
 
     def build(task: GemTask = task) -> nn.Module:
@@ -193,15 +200,15 @@ def gem(name: str, device: torch.device, rank: int) -> ShardedCase:
             table.requires_grad_(False)
         return model
 
-    def loss(model: nn.Module) -> Tensor:
+    def loss(model: nn.Module, batch: Any = batch) -> Tensor:
         with arithmetic.context():
             return task.loss(model, batch)
 
-    least = 2 * task.preset.model.d
+    least = 2 * preset.model.d
     where = f"in_features >= {least} and out_features >= {least} and in_features % 16 == 0 and out_features % 16 == 0"
-    rows, tokens = task.preset.training.batch_size, int(batch.events.shape[0])
+    facts = {"rows": preset.training.batch_size, "tokens": int(batch.events.shape[0])}
     shape = lambda: build(GemTask.open(name, device="meta"))  # noqa: E731
-    return ShardedCase(name, build, shape, loss, where, {"rows": rows, "tokens": tokens})
+    return ShardedCase(name, build, shape, loss, lambda model: loss(model, rows), where, facts)
 
 
 def _torchao(model: nn.Module, where: str, *, coded: bool, emulate: bool) -> None:
