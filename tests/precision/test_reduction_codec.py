@@ -1,0 +1,114 @@
+"""What a rank sends of its gradients, and the sums of what arrives, without processes: against whole gradients."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from narrowgate.precision import Spec, quantize
+from narrowgate.precision.reduction_codec import Piece, encode, line_bytes, pieces_of, sum_decoded
+from torch import Tensor
+
+#: A split block, a vector, fewer rows than ranks, one row, experts, and nothing at all.
+SHAPES = [(300, 130), (300,), (3, 257), (1, 8), (5, 7, 40), (4, 0)]
+SPECS = ["fp8_e4m3", "fp8_e5m2+pow2", "fp8_e5m2/row+sr", "fp8_e4m3/128x128", "fp8_e4m3/1x128+sr", "fp8_e5m2/1x16",
+         "bf16", "bf16+sr"]  # fmt: skip
+
+
+def buffer(gradients: list[Tensor], ranks: int, dtype: torch.dtype) -> Tensor:
+    """As FSDP2 copies them in: rows padded to the ranks, each rank's parts one after another."""
+    parts = []
+    for gradient in gradients:
+        rows = -(-len(gradient) // ranks) * ranks
+        padded = gradient.new_zeros((rows, *gradient.shape[1:]))
+        padded[: len(gradient)] = gradient
+        parts.append(padded.reshape(ranks, -1))
+    return torch.cat(parts, 1).to(dtype)
+
+
+def reduce(gradients: list[list[Tensor]], spec: Spec, dtype: torch.dtype, keys: list[int]) -> list[Tensor]:
+    """The sums over ranks that all ranks together end up with."""
+    ranks, shapes = len(gradients), [tuple(gradient.shape) for gradient in gradients[0]]
+    lines, found = [], [[] for _ in shapes]
+    for rank, own in enumerate(gradients):
+        pieces = pieces_of([(str(i), keys[rank] + i, shape) for i, shape in enumerate(shapes)], ranks)
+
+        def seed(piece: Piece, own: list[Tensor] = own) -> Tensor | None:
+            return torch.tensor(piece.key, device=own[0].device) if spec.sr else None
+
+        lines.append(encode(buffer(own, ranks, dtype), pieces, spec, seed))
+        assert lines[-1].shape == (ranks, sum(line_bytes(pieces, spec, dtype).values()))
+    for rank in range(ranks):
+        arrived = torch.stack([line[rank] for line in lines])
+        for piece, total in sum_decoded(arrived, pieces, spec, dtype, rank):
+            assert total.dtype == torch.float32
+            found[int(piece.name)].append(total)
+    empty = gradients[0][0].new_zeros(0)
+    return [torch.cat([empty, *parts])[: math.prod(s)].view(s) for parts, s in zip(found, shapes, strict=True)]
+
+
+def normal(ranks: int, shapes: list[tuple[int, ...]], device: str = "cpu") -> list[list[Tensor]]:
+    generator = torch.Generator().manual_seed(ranks)
+    return [
+        [torch.randn(shape, generator=generator).to(device) * 10.0**i for i, shape in enumerate(shapes)]
+        for _ in range(ranks)
+    ]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize(("ranks", "dtype"), [(2, torch.bfloat16), (3, torch.float32), (4, torch.float16)])
+def test_the_sum_is_that_of_each_whole_gradient_quantized(device, spec, ranks, dtype):
+    spec = Spec.parse(spec)
+    gradients = [[g.clamp(-6e4, 6e4) for g in own] for own in normal(ranks, SHAPES, device)]
+    keys = [100 * rank for rank in range(ranks)]
+    for index, total in enumerate(reduce(gradients, spec, dtype, keys)):
+        expected = torch.zeros(SHAPES[index], device=device)
+        for rank in range(ranks):
+            value = gradients[rank][index].to(dtype)
+            if value.dim() > 1 and value.numel():
+                flat = quantize(value.flatten(0, -2), spec, dim=1, seed=keys[rank] + index if spec.sr else None)
+                value = flat.dequantize().view(value.shape)
+            expected += value.float()
+        assert torch.equal(total, expected), index
+
+
+@pytest.mark.parametrize(
+    ("spec", "error"),
+    [
+        ("bf16", 0.0017),
+        ("bf16+sr", 0.0024),
+        ("fp8_e4m3/row", 0.026),
+        ("fp8_e4m3/row+sr", 0.037),
+        ("fp8_e5m2/row", 0.053),
+        ("fp8_e5m2/row+sr", 0.074),
+    ],
+)
+def test_errors_of_sums_are_those_that_the_docs_give(spec, error):
+    """Relative to the FP32 sum, of independent normal gradients: of independent errors, so whatever the ranks."""
+    gradients = normal(4, [(128, 256)])
+    (total,) = reduce(gradients, Spec.parse(spec), torch.float32, [7, 8, 9, 10])
+    exact = sum((own[0].double() for own in gradients), torch.zeros((), dtype=torch.float64))
+    assert float((total - exact).norm() / exact.norm()) == pytest.approx(error, rel=0.04)
+
+
+def test_stochastic_rounding_is_unbiased_and_nearest_is_not():
+    """All ranks have the same small gradient beside one large value: nearest loses it every time."""
+    gradient = torch.full((1, 64), 2.0**-12)
+    gradient[0, 0] = 448.0
+    for spec, lost in (("fp8_e4m3", True), ("fp8_e4m3+sr", False)):
+        sums = [reduce([[gradient]] * 2, Spec.parse(spec), torch.float32, [k, k + 10**6])[0] for k in range(40)]
+        mean = torch.stack(sums)[:, 0, 1:].mean()
+        assert mean == 0 if lost else float(mean) == pytest.approx(2.0**-11, rel=0.1)
+
+
+def test_a_gradient_that_is_not_finite_takes_its_group_with_it():
+    gradients = normal(2, [(6, 8)])
+    gradients[0][0][4, 2] = torch.inf
+    for spec, lost in (("fp8_e4m3", [0, 1, 2, 3, 4, 5]), ("fp8_e5m2/row", [4])):
+        (total,) = reduce(gradients, Spec.parse(spec), torch.float32, [0, 0])
+        assert total.isnan().any(1).nonzero().flatten().tolist() == lost
+        assert total[lost].isnan().all()
+    (total,) = reduce(gradients, Spec.parse("bf16"), torch.float32, [0, 0])
+    assert torch.isinf(total).nonzero().tolist() == [[4, 2]]
