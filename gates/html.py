@@ -12,9 +12,10 @@ from ruamel.yaml import YAML
 
 from .charts import WIDTH
 from .measurements import Operand
+from .plots_modules import module_chart
 from .plots_quality import loss_charts, quality_charts
 from .plots_speed import speed_charts, wall_chart, waterfall
-from .render import MODULE_HEAD, gate_row, module_rows, quality_lines, speed_lines
+from .render import gate_row, quality_lines, speed_lines
 from .report import Report
 
 _HERE = Path(__file__).parent
@@ -33,15 +34,14 @@ def render_html(report: Report) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    charts = [*quality_charts(report), *loss_charts(report), *speed_charts(report), waterfall(report)]
+    speed = [*speed_charts(report), module_chart(report), waterfall(report)]
+    charts = [*quality_charts(report), *loss_charts(report), *speed]
     return environment.get_template("report.html.jinja").render(
         r=report,
         width=WIDTH,
         css=Markup((_HERE / "report.css").read_text(encoding="utf-8")),
         gates=[{**gate_row(gate), "passed": gate.status} for gate in report.gates],
         quality=[*quality_lines(report), *speed_lines(report)],
-        module_head=MODULE_HEAD,
-        modules=module_rows(report),
         charts=[chart for chart in charts if chart is not None],
         wall=wall_chart(report),
         slices=slice_rows(report),

@@ -26,6 +26,7 @@ from narrowgate.gates.measurements import (
 )
 from narrowgate.gates.module_sums import owners_of_loss, total_log_ratios
 from narrowgate.gates.module_time import measure_module_time, time_regions
+from narrowgate.gates.plots_modules import module_chart
 from narrowgate.gates.policy import BUILTIN_POLICIES, SpeedPlan
 from narrowgate.gates.regions import Found, find_regions
 from narrowgate.gates.render import render_report, terminal_text
@@ -424,6 +425,19 @@ def test_every_file_shows_modules_and_casting(report: Report) -> None:
     assert "module_time" in text
     assert "the bar is 10 %" in text
     assert 'name="module_time"' in files["junit.xml"]
+
+
+def test_the_chart_shows_a_steps_calls_of_both_arms_within_its_frame(report: Report) -> None:
+    chart = module_chart(report)
+    assert chart is not None
+    assert chart.title == "Modules alone: pass"
+    assert "7.000 ms baseline, 4.900 ms candidate" in chart.summary
+    bars = [mark for mark in chart.marks if mark.kind == "rect"]
+    assert [bar.style for bar in bars] == ["bar baseline", "bar candidate"] * 2
+    assert bars[0].at["width"] / bars[1].at["width"] == pytest.approx(1.5, rel=0.01)
+    assert bars[0].text == "tower.up, baseline: 6.0000 ms a step"
+    assert all(mark.at.get("y", 0) <= chart.height for mark in chart.marks)
+    assert len(chart.table.rows) == 2 + 1 + 1, "what was left out and the sum stand in the table too"
 
 
 def test_compare_sets_modules_side_by_side(report: Report, accepted: Report) -> None:

@@ -19,12 +19,18 @@ def test_the_built_in_policies_hold_their_published_margins() -> None:
 
 def test_a_file_changes_what_it_names(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
-    path.write_text("policy: mine\nextends: strict\nmax_ne_increase: 0.03%\nstability: {max_spikes: 2}\n")
+    path.write_text(
+        "policy: mine\nextends: strict\nmax_ne_increase: 0.03%\nstability: {max_spikes: 2}\n"
+        "min_module_speedup: 1.2\nspeed: {module_budget_seconds: 10}\n"
+    )
     mine, strict = load_policy(path), load_policy("strict")
     assert mine.max_ne_increase == pytest.approx(0.0003)
     assert mine.stability.max_spikes == 2
     assert mine.stability.spike_factor == strict.stability.spike_factor
     assert mine.seeds == strict.seeds
+    assert (mine.min_module_speedup, strict.min_module_speedup) == (1.2, None)
+    assert mine.speed.module_budget_seconds == 10
+    assert mine.speed.budget_seconds == strict.speed.budget_seconds
     assert load_policy(mine) is mine
     assert isinstance(mine, Policy)
 
