@@ -344,10 +344,13 @@ def _without_codes(optimizer: Optimizer, packed: dict[str, Any]) -> dict[str, An
     by_number = dict(zip(numbers, parameters, strict=True))
     states: dict[Any, Any] = {}
     for number, state in packed["state"].items():
+        parameter = by_number.get(number)
+        if parameter is None:  # what an optimizer keeps for no parameter
+            states[number] = state
+            continue
         plain = states[number] = dict(state)
         for name in MOMENTS:
             if plain.pop(scale_name(name), None) is not None:
-                parameter = by_number[number]
                 spec = storage.stored(parameter)
                 assert spec is not None
                 plain[name] = distributed_like(parameter, restore(name, state, spec, storage.place(parameter)))
