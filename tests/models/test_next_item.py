@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from narrowgate.models import Dataset, GemTask, Trainer, open_data
+from narrowgate.models.data.movielens import read_ml_1m
 from narrowgate.models.data.next_item import read_ml_1m_next
 from narrowgate.models.data.rows import RowData
 from narrowgate.precision.errors import NarrowgateError
@@ -201,3 +203,22 @@ def test_the_real_set(real: Callable[[str], Path]) -> None:
     assert (rows.facts["users"], rows.facts["events"]) == (6040, 1_000_209)
     assert (len(rows.train), len(rows.held_out)) == (6040 * 3 * 2, 6040 * 2)
     assert len(rows.events) == 1_000_209 - 6040
+
+
+def test_settings_of_the_quality_table_are_chosen_on_whole_questions(movielens: Any, folder: Path) -> None:
+    script = Path(__file__).parents[2] / "scripts" / "quality_table"
+    split = runpy.run_path(str(script))["earlier_and_later"]
+    for latest, expected in ((3, 1), (17, 2)):
+        rows = read_ml_1m_next(folder, negatives=2, latest=latest)
+        earlier, later = split(rows)
+        assert sorted([*earlier, *later]) == rows.train.tolist()
+        assert rows.labels[later].mean() == rows.labels[earlier].mean() == pytest.approx(1 / 3)
+        assert len(later) == 6 * 3 * expected
+        for user in range(1, 7):
+            assert (
+                rows.times[later][rows.groups[later] == user].min()
+                > rows.times[earlier][rows.groups[earlier] == user].max()
+            )
+    ratings = read_ml_1m(folder)
+    earlier, later = split(ratings)
+    assert (len(earlier), len(later)) == (6 * 14, 6 * 2)
