@@ -83,6 +83,7 @@ def install_reduction(model: nn.Module) -> int:
             is trained by DistributedDataParallel.
         NotBuiltError: parameters are sharded by columns, by tensor parallelism, or over several meshes.
     """
+    model = _uncompiled(model)
     reduction = reduction_of(model)
     if reduction is None:
         raise NarrowgateError(
@@ -113,7 +114,7 @@ def reduction_errors(model: nn.Module) -> Iterator[dict[str, float]]:
     """
     if not install_reduction(model):
         raise NarrowgateError("found no module that FSDP2 shards, expected one whose reduction is measured")
-    reduction = reduction_of(model)
+    reduction = reduction_of(_uncompiled(model))
     assert reduction is not None
     errors: dict[str, float] = {}
     for comm in reduction.comms:
@@ -330,6 +331,12 @@ def _exact(buffer: Tensor, group: Any) -> Tensor:
     out = wide.new_empty(buffer.shape[1])
     torch.distributed.reduce_scatter_tensor(out, wide, group=group)
     return out
+
+
+def _uncompiled(model: nn.Module) -> nn.Module:
+    """The module inside what ``torch.compile`` returned."""
+    inner = model._modules.get("_orig_mod")
+    return model if inner is None else _uncompiled(inner)
 
 
 def _plain(name: str) -> str:

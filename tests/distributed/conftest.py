@@ -36,17 +36,33 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]
     if not torch.distributed.is_available():
         pytest.skip("this PyTorch has no torch.distributed")
     folder = tmp_path_factory.mktemp("ranks")
+    _run(folder, _LIMIT)
+    return {ranks: torch.load(folder / f"ranks{ranks}.pt") for ranks in (1, 2, 4)}
+
+
+@pytest.fixture(scope="session")
+def found_on_gpus(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What rank 0 of two GPUs found."""
+    import torch
+
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two NVIDIA GPUs")
+    folder = tmp_path_factory.mktemp("gpus")
+    _run(folder, 2 * _LIMIT, "cuda")
+    return torch.load(folder / "ranks2.pt", map_location="cuda")
+
+
+def _run(folder: Path, limit: float, *arguments: str) -> None:
     # The host's name may resolve to nowhere; the loopback is there.
     environment = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, "OMP_NUM_THREADS": "1"}
     if sys.platform == "darwin":
         environment["GLOO_SOCKET_IFNAME"] = "lo0"
     ran = subprocess.run(
-        [sys.executable, str(_SCRIPT), str(folder)],
+        [sys.executable, str(_SCRIPT), str(folder), *arguments],
         env=environment,
         capture_output=True,
         text=True,
-        timeout=_LIMIT,
+        timeout=limit,
         check=False,
     )
     assert ran.returncode == 0, ran.stderr[-4000:]
-    return {ranks: torch.load(folder / f"ranks{ranks}.pt") for ranks in (1, 2, 4)}

@@ -44,9 +44,18 @@ def test_so_do_four_of_which_some_hold_few_rows_or_none(found, alone, case):
     assert_same(found[4][case], alone(case), "losses", "gradients", "state")
 
 
-@pytest.mark.parametrize("case", ["tensor_uneven", "row_uneven"])
+@pytest.mark.parametrize("case", ["tensor_uneven", "row_uneven", "nvfp4_split"])
 def test_so_do_replicas_of_shards(found, alone, case):
     assert_same(found[4]["replicas"][case], alone(case), "losses", "gradients", "state")
+    assert_same(found[4]["replicas"]["joint"], alone("nvfp4"), "losses", "gradients")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ["tensor", "row_uneven", "block", "block_split", "mx", "nvfp4", "nvfp4_split"])
+def test_so_do_two_gpus(found_on_gpus, training, case):
+    model = training.build(case, "cuda")
+    alone = training.train(model, case, training.optimizer_of(model))
+    assert_same(found_on_gpus[case], {**alone, "state": model.state_dict()}, "losses", "gradients", "state")
 
 
 @pytest.mark.parametrize("case", ["tensor", "row", "block_split", "nvfp4"])

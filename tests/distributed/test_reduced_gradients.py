@@ -16,11 +16,11 @@ TWO = ["reduce_tensor", "reduce_row", "reduce_row_blocks", "reduce_block", "redu
 class Oracle:
     """Workers one after another in this process, by what docs/sharding.md says."""
 
-    def __init__(self, training: Any, case: str, workers: int, replicas: int = 1) -> None:
+    def __init__(self, training: Any, case: str, workers: int, replicas: int = 1, device: str = "cpu") -> None:
         self.training, self.case, self.workers, self.replicas = training, case, workers, replicas
         spec, _, self.dtype, self.factor, self.parts = training.REDUCED[case]
         self.spec = Spec.parse(spec)
-        self.model = training.build_reduced(case)
+        self.model = training.build_reduced(case, device)
 
     def local(self, step: int, worker: int, parts: range) -> dict[str, Tensor]:
         self.model.zero_grad()
@@ -149,5 +149,17 @@ def test_steps_are_part_of_the_recipe_s_state(found):
     assert found[2]["reduce_row"]["recipe_state"] == {"": {"step": 2}}
 
 
-def test_parameters_without_a_gradient_are_an_error(found):
-    assert "module '': found gradients of 36 of its 72 elements a rank" in found[2]["refused"]
+def test_parameters_without_a_gradient_are_an_error_unless_frozen_or_filled(found):
+    idle = found[2]["idle"]
+    assert "module '': found gradients of 36 of its 72 elements a rank" in idle["refused"]
+    assert idle["frozen"].keys() == {"used.weight", "used.bias"}
+    assert all((value == 2).all() for value in idle["frozen"].values())
+    if "filled" in idle:
+        assert all((value == (2 if name in idle["frozen"] else 0)).all() for name, value in idle["filled"].items())
+        assert len(idle["filled"]) == 4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", TWO)
+def test_so_do_two_gpus(found_on_gpus, training, case):
+    assert_equal(found_on_gpus[case], Oracle(training, case, 2, device="cuda"))

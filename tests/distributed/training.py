@@ -1,4 +1,7 @@
-"""What the ranks of the distributed tests run: a small model, trained with quantized shards. Run by path."""
+"""What the ranks of the distributed tests run: a small model, trained with quantized shards. Run by path.
+
+``training.py FOLDER`` runs on the CPU over Gloo; ``training.py FOLDER cuda`` runs :data:`ON_GPUS` over NCCL.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
 from torch.multiprocessing.spawn import start_processes
 
@@ -60,12 +63,17 @@ STEPS, ROWS = 3, 32
 
 def build(case: str, device: str = "cpu") -> nn.Sequential:
     """The case's model with its recipe, the same on every rank and in the test's own process."""
-    _, _, _, (width, hidden, out) = CASES[case]
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, out), nn.Linear(out, 8))
+    model = _layers(CASES[case][3], device)
     apply_recipe(model, Recipe.from_dict(recipe(case)))
     return model
+
+
+def _layers(widths: tuple[int, int, int], device: str) -> nn.Sequential:
+    width, hidden, out = widths
+    torch.manual_seed(0)
+    with torch.device("meta" if device == "meta" else "cpu"):  # the CPU's values on every device
+        model = nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, out), nn.Linear(out, 8))
+    return model.to(device)
 
 
 def recipe(case: str) -> dict[str, Any]:
@@ -99,7 +107,7 @@ def train(model: nn.Module, case: str, optimizer: torch.optim.Optimizer, *, redu
     gradients: dict[str, Tensor] = {}
     sent = WireCount()
     for step in range(STEPS):
-        x, y = batch(CASES[case][3][0], step)
+        x, y = (part.to(_device(model)) for part in batch(CASES[case][3][0], step))
         with sent if step == 0 else nullcontext():
             loss = (model(x) - y).square().mean()
             loss.backward()
@@ -115,6 +123,10 @@ def train(model: nn.Module, case: str, optimizer: torch.optim.Optimizer, *, redu
     return {"losses": losses, "gradients": gradients, "wire": wire}
 
 
+def _device(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
+
+
 def whole(x: Tensor) -> Tensor:
     """A DTensor put together, or a tensor itself."""
     full = getattr(x, "full_tensor", None)
@@ -123,17 +135,15 @@ def whole(x: Tensor) -> Tensor:
 
 def sharded(case: str, mesh: Any) -> Any:
     """The case's model after ``fully_shard``: the first and third layer gather by themselves."""
-    model: Any = build(case)
+    model: Any = build(case, mesh.device_type)
     for layer in (model[0], model[2]):
         fully_shard(layer, mesh=mesh)
     return fully_shard(model, mesh=mesh)
 
 
-def build_reduced(case: str) -> nn.Sequential:
+def build_reduced(case: str, device: str = "cpu") -> nn.Sequential:
     """A model whose gradients are reduced as the case says once it is sharded."""
-    width, hidden, out = REDUCED[case][1]
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, out), nn.Linear(out, 8))
+    model = _layers(REDUCED[case][1], device)
     apply_recipe(model, reduced_recipe(case))
     return model
 
@@ -146,14 +156,14 @@ def reduced_recipe(case: str) -> Recipe:
 
 def loss_of(model: nn.Module, case: str, step: int, worker: int, part: int) -> Tensor:
     """The loss of one of a worker's micro-batches, which no other worker has."""
-    x, y = batch(REDUCED[case][1][0], 100 * step + 10 * worker + part)
+    x, y = (half.to(_device(model)) for half in batch(REDUCED[case][1][0], 100 * step + 10 * worker + part))
     return (model(x) - y).square().mean()
 
 
 def train_reduced(case: str, mesh: Any) -> dict[str, Any]:
     """Gradients of two steps, the state after them, what the first sent, and its errors."""
     _, _, reduce_dtype, factor, parts = REDUCED[case]
-    model: Any = build_reduced(case)
+    model: Any = build_reduced(case, mesh.device_type)
     for layer in (model[0], model[2], model):
         fully_shard(layer, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
         if factor is not None:
@@ -191,16 +201,25 @@ class _Half(nn.Module):
         return self.used(x)
 
 
-def _refused(mesh: Any) -> str:
-    """What FSDP2 reduces when some parameters of a group got no gradient, it does not say."""
-    model = _Half()
-    apply_recipe(model, Recipe.from_dict({"recipe": "r", "shards": {"reduce_scatter": "fp8_e5m2"}}))
-    fully_shard(model, mesh=mesh)
-    try:
+def _idle(mesh: Any) -> dict[str, Any]:
+    """Steps in which some parameters of a group get no gradient: FSDP2 does not say which it reduces."""
+
+    def step(prepare: Any) -> dict[str, Tensor]:
+        model: Any = _Half()
+        apply_recipe(model, Recipe.from_dict({"recipe": "r", "shards": {"reduce_scatter": "fp8_e5m2"}}))
+        fully_shard(model, mesh=mesh)
+        prepare(model)
         model(torch.ones(2, 8)).sum().backward()
+        return {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+
+    found: dict[str, Any] = {"frozen": step(lambda model: model.idle.requires_grad_(False))}
+    try:
+        step(lambda model: None)
     except ValueError as error:
-        return str(error)
-    return ""
+        found["refused"] = str(error)
+    if hasattr(FSDPModule, "set_reduce_scatter_unused_params"):  # since PyTorch 2.13
+        found["filled"] = step(lambda model: model.set_reduce_scatter_unused_params(True))
+    return found
 
 
 def _case(case: str, mesh: Any) -> dict[str, Any]:
@@ -301,7 +320,7 @@ def _not_finite(mesh: Any) -> dict[str, Any]:
 
 #: What each number of ranks does, in this order: the checkpoint of two is read by one and by four.
 STAGES = {
-    2: [*CASES, "reduced", "meta", "policy", "not_finite", "checkpoint", *REDUCED, "refused"],
+    2: [*CASES, "reduced", "meta", "policy", "not_finite", "checkpoint", *REDUCED, "idle"],
     4: [
         "row_uneven",
         "block_split",
@@ -318,14 +337,21 @@ STAGES = {
 }
 
 
-def rank(rank: int, ranks: int, folder: Path) -> None:
+#: What two GPUs do.
+ON_GPUS = ["tensor", "row_uneven", "block", "block_split", "mx", "nvfp4", "nvfp4_split", *REDUCED]
+
+
+def rank(rank: int, ranks: int, folder: Path, device: str) -> None:
     """Run the stage of ``ranks``; rank 0 leaves what it found."""
+    if device == "cuda":
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store{ranks}", rank=rank, world_size=ranks, timeout=timedelta(seconds=20)
-    )
-    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("shard",))
+        "nccl" if device == "cuda" else "gloo", init_method=f"file://{folder}/store{ranks}", rank=rank,
+        world_size=ranks, timeout=timedelta(seconds=60 if device == "cuda" else 20),
+    )  # fmt: skip
+    mesh = init_device_mesh(device, (ranks,), mesh_dim_names=("shard",))
     found: dict[str, Any] = {}
-    for task in STAGES[ranks]:
+    for task in STAGES[ranks] if device == "cpu" else ON_GPUS:
         if task == "reduced":
             found[task] = _reduced(mesh)
         elif task == "checkpoint":
@@ -340,10 +366,12 @@ def rank(rank: int, ranks: int, folder: Path) -> None:
             found[task] = _not_finite(mesh)
         elif task == "replicas":
             grid = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replica", "shard"))
-            found[task] = {case: _case(case, grid) for case in ("tensor_uneven", "row_uneven")}
+            found[task] = {case: _case(case, grid) for case in ("tensor_uneven", "row_uneven", "nvfp4_split")}
+            model = sharded("nvfp4", grid)
+            found[task]["joint"] = train(model, "nvfp4", optimizer_of(model), reduce=True)
             found[task]["reduce_row"] = train_reduced("reduce_row", grid)
-        elif task == "refused":
-            found[task] = _refused(mesh)
+        elif task == "idle":
+            found[task] = _idle(mesh)
         elif task in REDUCED:
             found[task] = train_reduced(task, mesh)
         else:
@@ -353,14 +381,17 @@ def rank(rank: int, ranks: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def main(folder: Path) -> None:
-    """Run all stages, one after another, in processes forked from this one, which has imported what they need."""
+def main(folder: Path, device: str = "cpu") -> None:
+    """Run all stages, one after another."""
+    if device == "cuda":  # which no forked process could use
+        start_processes(rank, (2, folder, device), nprocs=2, start_method="spawn")
+        return
     torch.set_num_threads(1)
     import_module("torch._dynamo")  # FSDP2 imports it, for more than a second in every rank
     build("tensor")
-    for ranks in STAGES:
-        start_processes(rank, (ranks, folder), nprocs=ranks, start_method="fork")
+    for ranks in STAGES:  # in processes forked from this one, which has imported what they need
+        start_processes(rank, (ranks, folder, device), nprocs=ranks, start_method="fork")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])

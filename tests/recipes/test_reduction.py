@@ -70,6 +70,10 @@ def test_a_model_that_is_never_sharded_trains_as_ever(alone):
         optimizer.step()
         assert torch.equal(each[0].weight, reduced[0].weight)
     assert reduced.state_dict().keys() == plain.state_dict().keys()
+    copied = copy.deepcopy(reduced)
+    remove_recipe(copied)
+    assert not copied._forward_pre_hooks
+    assert reduced._forward_pre_hooks
     assert recipe_state(reduced)["reductions"] == {"": {"step": 0}}
     with pytest.raises(NarrowgateError, match="found no module that FSDP2 shards"), reduction_errors(reduced):
         pass
@@ -91,10 +95,11 @@ def test_the_first_forward_takes_reductions_over_and_remove_recipe_gives_them_ba
     if not before:
         apply_recipe(reduced, REDUCE)
     own = comm(reduced)
-    torch.compile(reduced, backend="eager")(X)
+    compiled: Any = torch.compile(reduced, backend="eager")
+    compiled(X)
     assert isinstance(comm(reduced), LowPrecisionReduceScatter)
     assert isinstance(comm(reduced[0]), LowPrecisionReduceScatter)
-    assert install_reduction(reduced) == 2
+    assert install_reduction(reduced) == install_reduction(compiled) == 2
     remove_recipe(reduced)
     assert comm(reduced) is own
     with pytest.raises(NarrowgateError, match=r"found no shards.reduce_scatter on this .*Sequential"):
