@@ -271,9 +271,9 @@ def wire_lines(plan: Plan, topology: Topology, sharding: Sharding, wires: Sequen
         "",
         "MB (1e6 bytes) leave one GPU in a step; ms are predicted from the links, one collective after another.",
     ]
-    padded = max(entry.padding / entry.total for wire in wires for entry in wire.recipe.traffic)
-    if padded:
-        lines.append(f"Padding of uneven shards is counted: up to {padded:.1%} of a collective.")
+    padded = max((entry.padding / entry.total for wire in wires for entry in wire.recipe.traffic), default=0.0)
+    if round(padded, 4):
+        lines.append(f"Padding of uneven shards is counted: up to {padded:.2%} of a collective.")
     lines += _bounds(plan, wires)
     return lines
 
@@ -292,23 +292,28 @@ def _links_told(topology: Topology) -> str:
 
 
 def _traffic(wires: Sequence[Wire], dtype: str) -> list[list[str]]:
+    from ..recipes.wire_plan import ORDER
+
     rows = [["layout", "collective", "calls", f"{dtype} MB", "MB", "ratio", f"{dtype} ms", "ms"]]
     for wire in wires:
         plain, recipe = ({entry.what: entry for entry in payload.traffic} for payload in (wire.plain, wire.recipe))
-        for what in dict.fromkeys([*recipe, *plain]):
-            one, other = plain.get(what), recipe.get(what)
-            calls = max(entry.calls for entry in (one, other) if entry is not None)
-            sides = ((entry.sent, entry.us) if entry is not None else (0.0, 0.0) for entry in (one, other))
-            rows.append(_row(str(wire.layout), what, str(calls), *sides))
+        for what in (what for what in ORDER if what in plain or what in recipe):
+            sides = [side.get(what) for side in (plain, recipe)]
+            calls = max(entry.calls for entry in sides if entry is not None)
+            figures = [None if entry is None else (entry.sent, entry.us) for entry in sides]
+            rows.append(_row(str(wire.layout), what, str(calls), *figures))
         totals = (wire.plain.sent, wire.plain.us), (wire.recipe.sent, wire.recipe.us)
         rows.append(_row(str(wire.layout), "all", "", *totals))
     return rows
 
 
-def _row(layout: str, what: str, calls: str, plain: tuple[float, float], recipe: tuple[float, float]) -> list[str]:
-    ratio = f"{recipe[0] / plain[0]:.2f}" if plain[0] else ""
-    sent, ms = ([f"{values[i] / scale:.{digits}f}" for values in (plain, recipe)]
-                for i, scale, digits in ((0, 1e6, 1), (1, 1e3, 2)))  # fmt: skip
+def _row(
+    layout: str, what: str, calls: str, plain: tuple[float, float] | None, recipe: tuple[float, float] | None
+) -> list[str]:
+    """A row of :func:`_traffic`: bytes and microseconds of both sides, None where one has no such collective."""
+    ratio = f"{recipe[0] / plain[0]:.2f}" if plain and recipe and plain[0] else ""
+    sent = ["-" if side is None else f"{side[0] / 1e6:.1f}" for side in (plain, recipe)]
+    ms = ["-" if side is None else f"{side[1] / 1e3:.2f}" for side in (plain, recipe)]
     return [layout, what, calls, *sent, ratio, *ms]
 
 

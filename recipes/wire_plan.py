@@ -37,6 +37,8 @@ from .wire_units import DTYPES, SIZES, Parameter, Sharding, Unit, units_of
 FORWARD, BACKWARD = "all-gather, forward", "all-gather, backward"
 AMAXES, GRADIENTS, REPLICAS = "all-reduce of amaxes", "reduce-scatter", "all-reduce of replicas"
 CODED_GRADIENTS = "all-to-all of gradients"
+#: As they come in a step.
+ORDER = (AMAXES, FORWARD, BACKWARD, GRADIENTS, CODED_GRADIENTS, REPLICAS)
 
 
 @dataclass(frozen=True)
@@ -311,5 +313,4 @@ class _Tally:
 
     def traffic(self) -> tuple[Traffic, ...]:
         """All kinds, in the order of a step."""
-        order = (AMAXES, FORWARD, BACKWARD, GRADIENTS, CODED_GRADIENTS, REPLICAS)
-        return tuple(self.sums[what] for what in order if what in self.sums)
+        return tuple(self.sums[what] for what in ORDER if what in self.sums)

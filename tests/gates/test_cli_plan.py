@@ -110,6 +110,16 @@ def test_without_shards_the_recipe_s_wire_is_the_plain_one(gathered: Path, capsy
     assert {line.split()[-3] for line in text.splitlines() if line.startswith("fsdp 4  all")} == {"1.00"}
 
 
+def test_gradients_that_travel_as_codes_stand_beside_those_that_do_not(gathered: Path, capsys: Any) -> None:
+    Path("reduced.yaml").write_text(GATHERED.replace("fp8_e4m3}\n", "fp8_e4m3, reduce_scatter: fp8_e5m2}\n"))
+    assert run("plan", "reduced.yaml", "--shards", "links.yaml", "--gpus", "4") == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("fsdp 4")]
+    # Sent as BF16 and as the recipe says, where no ratio stands behind: each kind belongs to one of the two.
+    sent = {what: line.split()[-4:-2] for what in ("reduce-scatter", "all-to-all") for line in lines if what in line}
+    assert sent["reduce-scatter"][1] == "-" != sent["reduce-scatter"][0]
+    assert sent["all-to-all"][0] == "-" != sent["all-to-all"][1]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
