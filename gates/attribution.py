@@ -21,6 +21,7 @@ _CLASSES: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
         ("communication", r"nccl|all_?gather|all_?reduce|reduce_?scatter"),
         ("gemm fp8", r"nvjet_\w*_(qq|qr|rq)|(gemm|cutlass|scaled_mm).*(e4m3|e5m2|fp8|float_8|float8)|f8f8|e4m3.*gemm"),
         ("gemm", r"nvjet|gemm|cutlass|splitk|cublas|wgmma"),
+        ("write", r"\bwrite_kernel"),
         ("amax", r"amax|scale_kernel"),
         ("transpose", r"transpose"),
         ("cast", r"cast_kernel|cast_fp8|float8|fp8|quantize|_fill\b|random_bits"),
@@ -104,30 +105,42 @@ def owner_of_loss(classes: Sequence[KernelClass]) -> str | None:
     return ", ".join(f"{name} {times[name][0]:.3f} to {times[name][1]:.3f} ms" for name in owners)
 
 
-def casting_overhead(classes: Sequence[KernelClass], step_ms: float) -> dict[str, Any] | None:
+def write_milliseconds(fused: Callable[[int], None]) -> float:
+    """Profile steps of BF16 on the fused kernels on a GPU; return milliseconds a step in which they write BF16."""
+    return by_class(_profile(fused, STEPS), STEPS, 0.0).get("write", 0.0)
+
+
+def casting_overhead(
+    classes: Sequence[KernelClass], step_ms: float, write_ms: float | None = None
+) -> dict[str, Any] | None:
     """Return what of the candidate's step is casting, beside the bar; None where nobody profiled.
 
     The definition adds to the time of stand-alone kernels, of a fused kernel, what it takes longer than the same
-    kernel writing BF16. That counterpart is not profiled here, and a fused kernel has the name of a stand-alone one:
-    its whole time is counted, so the figure is an upper bound.
+    kernel writing BF16. A fused kernel has the name of a stand-alone one, so all are counted whole, and what their
+    counterparts take is taken off. Without those the figure is an upper bound.
 
     Args:
         classes: both arms' time by class.
         step_ms: the candidate's whole step, as it was measured apart.
+        write_ms: what the same kernels take where they write BF16 (:func:`write_milliseconds`); None where that was
+            not profiled.
     """
     if not classes:
         return None
     own = {c.name: c.candidate_ms for c in classes if c.name in _CASTING}
-    ms = math.fsum(own.values())
+    ms = max(0.0, math.fsum(own.values()) - (write_ms or 0.0))
+    whole = "the whole time of kernels that cast (weights too), find amaxes and scales, or transpose, by their names"
     return {
         "ms": ms,
         "share": ms / step_ms,
         "bar": CASTING_BAR,
+        "upper_bound": write_ms is None,
+        "write_bf16_ms": write_ms,
         "by_class_ms": own,
         "baseline_ms": math.fsum(c.baseline_ms for c in classes if c.name in _CASTING),
-        "measured": "upper bound: the whole time of kernels that cast (weights too), find amaxes and scales, or"
-        " transpose, by their names; of fused ones the part that writes BF16 anyway is not taken off, as no"
-        " counterpart that does was profiled",
+        "measured": f"upper bound: {whole}; no counterpart that writes BF16 was profiled, so nothing is taken off"
+        if write_ms is None
+        else f"{whole}, less what the same fused kernels take where they write BF16 (arm bf16_fused)",
     }
 
 

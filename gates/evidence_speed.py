@@ -8,7 +8,7 @@ from typing import Any
 
 from . import statistics
 from .attribution import casting_overhead
-from .measurements import Measurements, ModuleRegion, ModuleRun, Quartet
+from .measurements import FusedTime, Measurements, ModuleRegion, ModuleRun, Quartet
 from .module_sums import total_log_ratios
 from .report import ClassTime, Level
 
@@ -53,8 +53,10 @@ def step_level(m: Measurements, alpha: float) -> Level:
         "candidate": first.candidate.first_step_seconds,
     }
     results["stopped"] = step.stopped
-    results["casting_overhead"] = casting_overhead(step.kernels, results["device_events"]["candidate_ms"])
-    results["bf16_fused"] = "not measured: this version does not write BF16 from its fused kernels"
+    results["casting_overhead"] = casting_overhead(
+        step.kernels, results["device_events"]["candidate_ms"], m.fused_time.write_ms if m.fused_time else None
+    )
+    results["bf16_fused"] = _fused(m.fused_time, alpha)
     attribution: tuple[ClassTime, ...] = tuple(
         {"class": c.name, "baseline_ms": c.baseline_ms, "candidate_ms": c.candidate_ms} for c in step.kernels
     )
@@ -65,6 +67,19 @@ def step_level(m: Measurements, alpha: float) -> Level:
         results=results,
         attribution=attribution or None,
     )
+
+
+def _fused(found: FusedTime | None, alpha: float) -> dict[str, Any] | str:
+    """Return the candidate against the same fusion in BF16: what the formats gain, without what fusion gains."""
+    if found is None or len(found.quartets) < 2:
+        return f"not measured: {(found and found.why) or 'fewer than two quartets'}"
+    own, other = ([getattr(q, arm) for q in found.quartets] for arm in ("baseline_ms", "candidate_ms"))
+    return {
+        "fused_ms": _geometric_mean(own),
+        "candidate_ms": _geometric_mean(other),
+        **_speedup(statistics.log_ratios(own, other), alpha),
+        "quartets": len(found.quartets),
+    }
 
 
 def module_level(m: Measurements, alpha: float) -> Level:

@@ -219,6 +219,18 @@ class StepTime(Record):
     profile_seconds: float | None = None
 
 
+class FusedTime(Record):
+    """The candidate's steps against BF16 on the fused kernels that the candidate casts with; no gate."""
+
+    #: Why there is none; None where there is.
+    why: str | None = None
+    #: ``baseline_ms`` is the BF16 arm's.
+    quartets: tuple[Quartet, ...] = ()
+    #: Milliseconds a step that its kernels take to write BF16 where the candidate's write codes.
+    write_ms: float | None = None
+    seconds: float | None = None
+
+
 class ModuleProduct(Record):
     """A layer's product in a real step: y [m, n] = x [m, k] times its weight; ``m`` over all rows of one call."""
 
@@ -311,6 +323,8 @@ class Measurements(Record):
     step_time: StepTime
     #: None in reports of before minor 2, which had no such gate.
     module_time: ModuleTime | None = None
+    #: None in reports of before minor 2.
+    fused_time: FusedTime | None = None
     device: str
     #: Why paths of the recipe are emulated on this device; empty where all are native.
     emulated: tuple[str, ...] = ()

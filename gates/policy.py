@@ -58,6 +58,9 @@ class SpeedPlan(_Section):
     #: Stop once the half-width of the interval on the log speedup is at most this.
     half_width: Share = Field(default=0.005, gt=0)
     budget_seconds: float = Field(default=90, gt=0)
+    #: How long the candidate is timed against the same fusion in BF16, beside the compilation of that arm; 0 leaves the
+    #: arm out. Nothing is decided by it.
+    bf16_fused_seconds: float = Field(default=20, ge=0)
     #: How long modules alone are compiled and timed, the heaviest first; what is left then is listed with its share.
     module_budget_seconds: float = Field(default=60, gt=0)
 

@@ -19,8 +19,9 @@ from .batches import weights_fingerprint
 from .decision import decide_family, more_seeds_may_decide
 from .environment import environment
 from .evidence import evidence_of, statistics_of
+from .fused_time import measure_fused_time
 from .looks import planned
-from .measurements import Measurements, ModuleTime, PartQuality, StepTime
+from .measurements import FusedTime, Measurements, ModuleTime, PartQuality, StepTime
 from .module_time import measure_module_time
 from .pairs import Pair, combine
 from .policy import Policy
@@ -100,13 +101,17 @@ def run_gate(run: Run, progress: Progress) -> list[Report]:
 
     steps: list[StepTime] = []
     modules: list[ModuleTime] = []
+    fused: list[FusedTime] = []
     for plan, (_, arm) in zip(plans, arms[1:], strict=True):
         steps.append(_time_steps(run, plan, arms[0][1], arm, device, progress))
+        fused.append(_time_fused(run, plan, arm, device, progress))
         modules.append(_time_modules(run, plan, arms[0][1], arm, device, progress))
     marks = Marks(started, opened, trained, attributed if run.attribute_quality else trained, time.monotonic())
     looks = run.looks()
-    measured = [_measurements(pairs[i], steps[i], plan, looks, parts[i], modules[i]) for i, plan in enumerate(plans)]
-    wall = wall_seconds(marks, [m.seeds for m in measured], steps, modules, device.type == "cuda")
+    measured = [
+        _measurements(pairs[i], steps[i], plan, looks, parts[i], modules[i], fused[i]) for i, plan in enumerate(plans)
+    ]
+    wall = wall_seconds(marks, [m.seeds for m in measured], steps, modules, fused, device.type == "cuda")
     reuse = [_reuse(own, _looked(store, arm, len(own))) for (_, arm), own in zip(arms[1:], pairs, strict=True)]
     return [
         _report(run, task, plan, m, decision, wall, own)
@@ -206,6 +211,15 @@ def _time_steps(
     return measure_step_time(baseline, candidate, run.policy.speed, run.policy.alpha, told)
 
 
+def _time_fused(run: Run, plan: Plan, candidate: Arm, device: torch.device, progress: Progress) -> FusedTime:
+    if device.type != "cuda":
+        return FusedTime(why="this run had no GPU")
+    if not plan.native:
+        return FusedTime(why=f"{plan.device.name} emulates part of the recipe")
+    progress.phase(f"timing steps of {plan.recipe.name} against the same fusion in BF16")
+    return measure_fused_time(candidate, plan, run.policy.speed, run.policy.alpha)
+
+
 def _time_modules(
     run: Run, plan: Plan, baseline: Arm, candidate: Arm, device: torch.device, progress: Progress
 ) -> ModuleTime:
@@ -230,6 +244,7 @@ def _measurements(
     looks: tuple[int, ...] = (),
     parts: tuple[PartQuality, ...] = (),
     module_time: ModuleTime | None = None,
+    fused_time: FusedTime | None = None,
 ) -> Measurements:
     return Measurements(
         tasks=pairs[0].tasks,
@@ -237,6 +252,7 @@ def _measurements(
         rows=combine(pairs),
         step_time=step_time,
         module_time=module_time,
+        fused_time=fused_time,
         device=plan.device.name,
         emulated=tuple(plan.emulated_reasons()),
         looks=looks,

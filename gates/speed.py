@@ -184,14 +184,8 @@ def measure_step_time(
     batches = stage(baseline.batches(0)[0], device, plan.steps_per_block)
     started = time.perf_counter()
     with honest_compilation():
-        steps = [_on(arm.stepper(0), batches) for arm in (baseline, candidate)]
-        for _ in range(_WARMUP_ROUNDS):
-            for step in steps:
-                for i in range(len(batches)):
-                    step(i)
         timer = CudaTimer(device)
-        timer.block(steps[0], plan.steps_per_block)
-        timer.block(steps[1], plan.steps_per_block)
+        steps = warm_steps((baseline, candidate), batches, timer, plan)
         warmup = time.perf_counter() - started
         quartets, stopped = run_quartets(steps[0], steps[1], timer, plan, alpha, told)
         measured = time.perf_counter()
@@ -209,6 +203,18 @@ def measure_step_time(
         kernels=kernels,
         profile_seconds=profiled,
     )
+
+
+def warm_steps(arms: Sequence[Arm], batches: Sequence[Any], timer: Timer, plan: SpeedPlan) -> list[StepFunction]:
+    """Return each arm's whole step on staged batches, compiled and warm."""
+    steps = [_on(arm.stepper(0), batches) for arm in arms]
+    for _ in range(_WARMUP_ROUNDS):
+        for step in steps:
+            for i in range(len(batches)):
+                step(i)
+    for step in steps:
+        timer.block(step, plan.steps_per_block)
+    return steps
 
 
 def stage(batches: Any, device: torch.device, count: int) -> list[Any]:

@@ -107,6 +107,7 @@ class Arm:
         steps: at most so many training steps a seed; None for all batches.
         compiled: compile once and re-initialise in place; None is on a GPU only.
         observe_every: how often tensors are watched (:mod:`narrowgate.gates.stability`); None is never.
+        fused_bf16: what the recipe would quantize is written in BF16 instead, by the same fused kernels.
     """
 
     task: Task
@@ -116,6 +117,7 @@ class Arm:
     steps: int | None = None
     compiled: bool | None = None
     observe_every: int | None = None
+    fused_bf16: bool = False
     _model: nn.Module | None = None
     _callable: Any = None
     _plan: Plan | None = None
@@ -179,15 +181,12 @@ class Arm:
         if self._model is None or not self.compiled:
             self._model = fresh
             if self.recipe is not None:
-                from ..recipes import apply_recipe
-
-                rows = rows_for(self.recipe, self.task, fresh)
-                self._plan = apply_recipe(fresh, self.recipe, backend=self.backend, seed=seed, rows=rows)
+                self._apply(fresh, self.recipe, seed)
             self._callable = compile_model(fresh) if self.compiled else fresh
         else:
             self._model.to(self.device)
             _copy_state(fresh, self._model)
-        if self.recipe is not None and self.compiled:
+        if self._plan is not None and self.compiled:
             self._reset_recipe(seed)
         return weights
 
@@ -234,6 +233,17 @@ class Arm:
         if self.steps is not None:
             total = self.steps if total is None else min(total, self.steps)
         return itertools.islice(iter(source), self.steps), total
+
+    def _apply(self, model: nn.Module, recipe: Recipe, seed: int) -> None:
+        if self.fused_bf16:
+            from ..recipes import apply_fused_bf16
+
+            apply_fused_bf16(model, recipe)
+            return
+        from ..recipes import apply_recipe
+
+        rows = rows_for(recipe, self.task, model)
+        self._plan = apply_recipe(model, recipe, backend=self.backend, seed=seed, rows=rows)
 
     def _optimizer(self) -> Any:
         assert self._model is not None

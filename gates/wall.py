@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from .measurements import ArmRun, ModuleTime, SeedRun, StepTime
+from .measurements import ArmRun, FusedTime, ModuleTime, SeedRun, StepTime
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ def wall_seconds(
     recipes: Sequence[Sequence[SeedRun]],
     steps: Iterable[StepTime],
     modules: Iterable[ModuleTime],
+    fused: Iterable[FusedTime],
     compiled: bool,
 ) -> dict[str, float]:
     """Return the seconds of each part of a run, ``all`` last; parts that did not happen are left out.
@@ -37,18 +38,21 @@ def wall_seconds(
         recipes: each recipe's pairs; the baselines are the same ones.
         steps: each recipe's step timing.
         modules: each recipe's module timing.
+        fused: each recipe's timing against the same fusion in BF16.
         compiled: whether an arm's first step compiles it.
     """
     baselines = [seed.baseline for seed in recipes[0]] if recipes else []
     runs = [*baselines, *(seed.candidate for seeds in recipes for seed in seeds)]
     profiled = math.fsum(step.profile_seconds or 0.0 for step in steps)
     alone = math.fsum(module.seconds or 0.0 for module in modules)
+    beside = math.fsum(time.seconds or 0.0 for time in fused)
     parts = {
         "setup": marks.opened - marks.started,
         **_training(runs, marks.trained - marks.opened, compiled),
         "quality attribution": marks.attributed - marks.trained,
-        "step timing": marks.timed - marks.attributed - profiled - alone,
+        "step timing": marks.timed - marks.attributed - profiled - alone - beside,
         "kernel attribution": profiled,
+        "fused BF16 timing": beside,
         "module timing": alone,
     }
     return {part: s for part, s in parts.items() if s > 0} | {"all": marks.timed - marks.started}

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from narrowgate.gates.measurements import ModuleTime, SeedRun, StepTime
+from narrowgate.gates.measurements import FusedTime, ModuleTime, SeedRun, StepTime
 from narrowgate.gates.plots_speed import wall_chart
 from narrowgate.gates.render import terminal_text, wall_text
 from narrowgate.gates.wall import Marks, wall_seconds
@@ -15,6 +15,7 @@ from narrowgate.gates.wall import Marks, wall_seconds
 MARKS = Marks(started=10, opened=12, trained=112, attributed=112, timed=172)
 STEP = StepTime(status="measured", profile_seconds=5.0)
 MODULES = ModuleTime(status="measured", seconds=25.0)
+FUSED = FusedTime(seconds=10.0)
 
 
 def test_the_terminal_says_what_took_longest(accepted) -> None:
@@ -42,11 +43,11 @@ def seeds(arm: Callable[..., Any]) -> Callable[..., list[SeedRun]]:
 
 
 def test_parts_of_a_run_add_up_and_tell_compilation_training_and_evaluation_apart(seeds) -> None:
-    found = wall_seconds(MARKS, [seeds()], [STEP], [MODULES], compiled=True)
+    found = wall_seconds(MARKS, [seeds()], [STEP], [MODULES], [FUSED], compiled=True)
     assert found == pytest.approx(
         {
-            "setup": 2, "compilation": 16, "training": 52, "evaluation": 8, "pairing": 24, "step timing": 30,
-            "kernel attribution": 5, "module timing": 25, "all": 162,
+            "setup": 2, "compilation": 16, "training": 52, "evaluation": 8, "pairing": 24, "step timing": 20,
+            "kernel attribution": 5, "fused BF16 timing": 10, "module timing": 25, "all": 162,
         }
     )  # fmt: skip
     assert list(found)[-1] == "all"
@@ -54,20 +55,20 @@ def test_parts_of_a_run_add_up_and_tell_compilation_training_and_evaluation_apar
 
 
 def test_baselines_that_recipes_share_count_once(seeds) -> None:
-    found = wall_seconds(MARKS, [seeds(0.0), seeds(0.0)], [STEP] * 2, [MODULES] * 2, compiled=True)
+    found = wall_seconds(MARKS, [seeds(0.0), seeds(0.0)], [STEP] * 2, [MODULES] * 2, [FUSED] * 2, compiled=True)
     assert found["training"] + found["evaluation"] == pytest.approx(2 * 10 + 2 * 2 * 20)
     assert found["module timing"] == 50
 
 
 def test_trainings_side_by_side_share_the_time_that_passed(seeds) -> None:
     marks = Marks(started=0, opened=0, trained=38, attributed=38, timed=38)
-    found = wall_seconds(marks, [seeds()], [], [], compiled=False)
+    found = wall_seconds(marks, [seeds()], [], [], [], compiled=False)
     assert found == pytest.approx({"training": 38 * 68 / 76, "evaluation": 38 * 8 / 76, "all": 38})
 
 
 def test_trainings_found_finished_took_no_time(seeds) -> None:
     reused = [s.model_copy(update={"baseline": s.baseline.model_copy(update={"reused": True})}) for s in seeds(0.0)]
-    found = wall_seconds(MARKS, [reused], [], [], compiled=True)
+    found = wall_seconds(MARKS, [reused], [], [], [], compiled=True)
     assert found["training"] + found["evaluation"] == pytest.approx(40)
 
 
