@@ -111,7 +111,7 @@ def test_without_shards_the_recipe_s_wire_is_the_plain_one(gathered: Path, capsy
 
 
 def test_gradients_that_travel_as_codes_stand_beside_those_that_do_not(gathered: Path, capsys: Any) -> None:
-    Path("reduced.yaml").write_text(GATHERED.replace("fp8_e4m3}\n", "fp8_e4m3, reduce_scatter: fp8_e5m2}\n"))
+    Path("reduced.yaml").write_text(GATHERED.replace("{all_gather: ", "{reduce_scatter: fp8_e5m2, all_gather: "))
     assert run("plan", "reduced.yaml", "--shards", "links.yaml", "--gpus", "4") == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("fsdp 4")]
     # Sent as BF16 and as the recipe says, where no ratio stands behind: each kind belongs to one of the two.
