@@ -9,7 +9,8 @@ leaves; ``mn|0`` is the stand-alone cast. On a GPU they launch Triton kernels, e
 - ``rows``, ``columns``: format expression of the operand contracted over columns and over rows; "" for none;
   ``columns`` may be "=", the codes of ``rows``.
 - ``*_key``: int64 [], key of the random bits of ``+sr``; ``*_bits``: int16 [M, N], the bits themselves instead;
-  ``*_limit``: FP32 [], the magnitude at which values are clipped.
+  ``*_limit``: FP32 [], the magnitude at which values are clipped: needed with ``clip(p=...)``, and found by the kernels
+  with ``clip(rms=...)`` where it is not given.
 
 It returns codes [M, N] and their scales, codes [N, M] and their scales, empty where not asked for. Scales are FP32: [],
 [M] or [N] for ``row``, [N / 128, M] and [M / 128, N] for 1x128, [M / 128, N / 128] for 128x128.
@@ -213,11 +214,11 @@ for _name, _on_gpu, _on_cpu, _fake in (
 
 
 @lru_cache(maxsize=4096)
-def known_operand(expression: str, given_bits: bool, clipped: bool) -> Any:
+def known_operand(expression: str, given_bits: bool, given_limit: bool) -> Any:
     """What :func:`narrowgate.precision.kernels.launch.launch_cast` takes for a format expression."""
     from .kernels.launch import Operand
 
-    return Operand(Spec.parse(expression), given_bits, clipped)
+    return Operand(Spec.parse(expression), given_bits, given_limit)
 
 
 def _operand(expression: str, bits: Tensor | None, limit: Tensor | None) -> Any:

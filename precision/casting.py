@@ -133,10 +133,11 @@ def _launch(
 
 
 def limit_of(x: Tensor, spec: Spec) -> Tensor | None:
-    """The magnitude at which the kernels clip ``x``, FP32 []; None where ``spec`` does not clip."""
-    if spec.clip_p is None and spec.clip_rms is None:
-        return None
-    return clip_limit(x.to(torch.float32), spec)
+    """The magnitude at which the kernels are told to clip ``x``, FP32 []; None where they need not be told.
+
+    They find a multiple of the RMS themselves, so that nothing but the cast reads ``x``.
+    """
+    return None if spec.clip_p is None else clip_limit(x.to(torch.float32), spec)
 
 
 def as_stored(scale: Tensor, spec: Spec, dim: int) -> Tensor:

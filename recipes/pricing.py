@@ -151,10 +151,12 @@ def cast_bytes(spec: Spec, elements: int, source: int) -> float:
     total = 0.0
     if spec.hadamard is not None:  # a pass of its own, into FP32
         total, source = float(source + 4), 4
-    if spec.clip_rms is not None:
-        total += source
     whole = spec.block is None or math.prod(spec.block) > IN_REGISTERS or spec.fmt.tensor_scale
-    if whole and spec.delayed is None:
+    amax_first = whole and spec.delayed is None
+    if amax_first:
+        total += source
+    # The cast kernels find the RMS in the pass that finds the amax.
+    if spec.clip_rms is not None and not (amax_first and has_cast_kernel(spec)):
         total += source
     return elements * (total + source + _code_bytes(spec))
 

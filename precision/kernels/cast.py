@@ -1,13 +1,14 @@
 """FP8 casts of a matrix along one or both contraction axes, in one pass over memory where the scales allow it.
 
-``amax_kernel`` reads the values once and leaves partial maxima: of the whole, by row, or by column; ``scale_kernel``
-turns those of rows and columns into scales. ``cast_kernel`` reads the values once more, takes its scale from there,
-from a history, or from its own tile's maximum, and writes codes row-major (operand of a contraction over columns),
-transposed (of a contraction over rows, which Hopper's matrix units want contiguous), or both. "Values" are what a
+``amax_kernel`` reads the values once and leaves partial maxima: of the whole, by row, or by column, and sums of squares
+where an operand is clipped at a multiple of the RMS; ``scale_kernel`` turns maxima of rows and columns into scales.
+``cast_kernel`` reads the values once more, takes its scale from there, from a history, or from its own tile's maximum,
+and writes codes row-major (operand of a contraction over columns), transposed (of a contraction over rows, which
+Hopper's matrix units want contiguous), or both. "Values" are what a
 :mod:`program <narrowgate.precision.kernels.program>` computes.
 
 Passes over the values: one for ``128``-blocks, whose maximum fits a tile, and for delayed scales; two for dynamic
-``tensor`` and ``row`` scales.
+``tensor`` and ``row`` scales, and wherever an RMS must be known first.
 """
 
 # Triton comes with CUDA builds of PyTorch only, and its decorator hides that a kernel takes a grid.
@@ -27,12 +28,16 @@ from .rounding import (
     encode,
     magnitude_bits,
     multiplier_of,
+    rms_limit,
     scale_of,
+    sum_of_squares,
     tile_bits,
 )
 
 #: What one scale of an operand reaches: nothing (the operand is not asked for), all, a row of the operand, or a block.
 ABSENT, TENSOR, ROW, BLOCK, SQUARE = (tl.constexpr(i) for i in range(5))
+#: At what magnitude an operand is clipped: none, one that the caller gives, or a multiple of the values' RMS.
+NO_LIMIT, GIVEN_LIMIT, RMS_LIMIT = (tl.constexpr(i) for i in range(3))
 
 
 @triton.jit
@@ -53,22 +58,24 @@ def inside_of(at, size, EVEN: tl.constexpr):
 
 @triton.jit
 def amax_kernel(
-    leaves, strides, M, N, tensor_out, row_out, column_out, history, history_length,
+    leaves, strides, M, N, tensor_out, row_out, column_out, squares_out, history, history_length,
     TILE: tl.constexpr, PIECES: tl.constexpr, BY_TENSOR: tl.constexpr, BY_ROW: tl.constexpr, BY_COLUMN: tl.constexpr,
-    HISTORY: tl.constexpr, ALIGNED: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    LOOP: tl.constexpr,
+    SQUARES: tl.constexpr, HISTORY: tl.constexpr, ALIGNED: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, LOOP: tl.constexpr,
 ):  # fmt: skip
     """Partial maxima as magnitude bits: [programs], [tiles along columns, M] and [programs along rows, N * PIECES].
 
-    With HISTORY it does nothing where the history holds an entry: the cast will not ask.
+    With SQUARES, partial sums of squares too: FP64 [programs]. With HISTORY and without SQUARES it does nothing where
+    the history holds an entry: the cast will not ask.
     """
     pid_m, pid_n = tl.program_id(0), tl.program_id(1)
-    if HISTORY and _largest(history, history_length, HISTORY) > 0:
+    if HISTORY and not SQUARES and _largest(history, history_length, HISTORY) > 0:
         return
     n = pid_n * BN + tl.arange(0, BN)
     inside_n = inside_of(n, N, EVEN)
     # Maxima are kept apart for each element of a tile, and reduced once.
     total = tl.zeros([BM, BN], tl.int32)
+    squares = tl.zeros([BM], tl.float64)
     if BY_COLUMN:
         # Piece by piece, so that one set of maxima is enough; what another piece loaded is still in cache.
         for p in tl.static_range(PIECES):
@@ -77,8 +84,11 @@ def amax_kernel(
                 m = (pid_m * LOOP + i).to(tl.int64) * BM + tl.arange(0, BM)
                 inside_m = inside_of(m, M, EVEN)
                 values = TILE(leaves, strides, m, n, inside_m, inside_n, ALIGNED)
-                bits = magnitude_bits(tl.where(inside_m[:, None] & inside_n[None, :], values[p], 0.0))
+                v = tl.where(inside_m[:, None] & inside_n[None, :], values[p], 0.0)
+                bits = magnitude_bits(v)
                 piece = tl.maximum(piece, bits)
+                if SQUARES:
+                    squares += sum_of_squares(v)
                 if BY_ROW:
                     tl.store(row_out + (p * tl.num_programs(1) + pid_n) * M + m, tl.max(bits, 1), mask=inside_m)
             total = tl.maximum(total, piece)
@@ -89,12 +99,17 @@ def amax_kernel(
             inside_m = inside_of(m, M, EVEN)
             values = TILE(leaves, strides, m, n, inside_m, inside_n, ALIGNED)
             for p in tl.static_range(PIECES):
-                bits = magnitude_bits(tl.where(inside_m[:, None] & inside_n[None, :], values[p], 0.0))
+                v = tl.where(inside_m[:, None] & inside_n[None, :], values[p], 0.0)
+                bits = magnitude_bits(v)
                 total = tl.maximum(total, bits)
+                if SQUARES:
+                    squares += sum_of_squares(v)
                 if BY_ROW:
                     tl.store(row_out + (p * tl.num_programs(1) + pid_n) * M + m, tl.max(bits, 1), mask=inside_m)
     if BY_TENSOR:
         tl.store(tensor_out + pid_m * tl.num_programs(1) + pid_n, tl.max(total))
+    if SQUARES:
+        tl.store(squares_out + pid_m * tl.num_programs(1) + pid_n, tl.sum(squares, 0))
 
 
 @triton.jit
@@ -109,10 +124,11 @@ def _over_all(partials, count, WIDTH: tl.constexpr):
 
 @triton.jit
 def scale_kernel(
-    partials, scale, limit, parts, size,
-    MAX: tl.constexpr, POW2: tl.constexpr, CLIP: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    partials, scale, limit, parts, size, squares, squares_parts, elements,
+    MAX: tl.constexpr, POW2: tl.constexpr, CLIP: tl.constexpr, RMS: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Scales [size] from partial maxima [parts, size]."""
+    """Scales [size] from partial maxima [parts, size]; see :func:`_bound` for what clips them."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     largest = tl.zeros([BLOCK], tl.int32)
     for first in range(0, parts, PARTS):
@@ -120,8 +136,8 @@ def scale_kernel(
         inside = (part < parts)[:, None] & (at < size)[None, :]
         found = tl.load(partials + part.to(tl.int64)[:, None] * size + at[None, :], mask=inside, other=0)
         largest = tl.maximum(largest, tl.max(found, 0))
-    if CLIP:
-        largest = clip_amax(largest, tl.load(limit))
+    if CLIP != NO_LIMIT:
+        largest = clip_amax(largest, _bound(limit, squares, squares_parts, elements, CLIP, RMS))
     tl.store(scale + at, scale_of(largest, MAX, POW2), mask=at < size)
 
 
@@ -130,12 +146,12 @@ def cast_kernel(
     leaves, strides, M, N,
     r_codes, r_scale, r_limit, r_key, r_bits,
     c_codes, c_scale, c_limit, c_key, c_bits,
-    amax, parts, history, history_length, pending, saturated, workspace,
+    amax, parts, squares, history, history_length, pending, saturated, workspace,
     TILE: tl.constexpr, PIECES: tl.constexpr,
     R: tl.constexpr, R_SR: tl.constexpr, R_MAX: tl.constexpr, R_MANTISSA: tl.constexpr, R_BIAS: tl.constexpr,
-    R_POW2: tl.constexpr, R_CLIP: tl.constexpr,
+    R_POW2: tl.constexpr, R_CLIP: tl.constexpr, R_RMS: tl.constexpr,
     C: tl.constexpr, C_SR: tl.constexpr, C_MAX: tl.constexpr, C_MANTISSA: tl.constexpr, C_BIAS: tl.constexpr,
-    C_POW2: tl.constexpr, C_CLIP: tl.constexpr,
+    C_POW2: tl.constexpr, C_CLIP: tl.constexpr, C_RMS: tl.constexpr,
     SAME: tl.constexpr, HISTORY: tl.constexpr, RECORD: tl.constexpr, OVERFLOW: tl.constexpr,
     STEPWISE: tl.constexpr, APART: tl.constexpr, ALIGNED: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, LOOP: tl.constexpr,
@@ -154,6 +170,9 @@ def cast_kernel(
     own = tl.zeros([BM], tl.int32)
     overflowed = tl.zeros([BM], tl.int32)
     first_program = (pid_m == 0) & (pid_n == 0)
+    elements = tl.full([], 1.0, tl.float64) * M * width
+    r_bound = _bound(r_limit, squares, parts, elements, R_CLIP, R_RMS)
+    c_bound = _bound(c_limit, squares, parts, elements, C_CLIP, C_RMS)
 
     r_tensor, c_tensor = 1.0, 1.0
     if R == TENSOR or C == TENSOR:
@@ -162,11 +181,11 @@ def cast_kernel(
             known = _largest(history, history_length, HISTORY)
         bits = known.to(tl.int32, bitcast=True) if known > 0 else _over_all(amax, parts, 512)
         if R == TENSOR:
-            r_tensor = _tensor_scale(bits, known, r_limit, R_MAX, R_POW2, R_CLIP)
+            r_tensor = _tensor_scale(bits, known, r_bound, R_MAX, R_POW2, R_CLIP)
             if not HISTORY:
                 tl.store(r_scale, r_tensor, mask=first_program)
         if C == TENSOR:
-            c_tensor = _tensor_scale(bits, known, c_limit, C_MAX, C_POW2, C_CLIP)
+            c_tensor = _tensor_scale(bits, known, c_bound, C_MAX, C_POW2, C_CLIP)
             if not HISTORY:
                 tl.store(c_scale, c_tensor, mask=first_program)
 
@@ -182,7 +201,7 @@ def cast_kernel(
             column = p * N + n
             at = column.to(tl.int64)[:, None] * M + m[None, :]
             if R != ABSENT:
-                x = clip_to(v, tl.load(r_limit)) if R_CLIP else v
+                x = clip_to(v, r_bound) if R_CLIP != NO_LIMIT else v
                 if R == TENSOR:
                     multiplier = tl.full([BM, 1], multiplier_of(r_tensor), tl.float32)
                 elif R == ROW:
@@ -214,7 +233,7 @@ def cast_kernel(
             if C != ABSENT:
                 if APART and R != ABSENT:
                     v = _apart(v)
-                x = clip_to(v, tl.load(c_limit)) if C_CLIP else v
+                x = clip_to(v, c_bound) if C_CLIP != NO_LIMIT else v
                 if C == TENSOR:
                     multiplier = tl.full([1, BN], multiplier_of(c_tensor), tl.float32)
                 elif C == ROW:
@@ -266,10 +285,21 @@ def _apart(x):
 
 
 @triton.jit
-def _tensor_scale(bits, known, limit, LARGEST: tl.constexpr, POW2: tl.constexpr, CLIP: tl.constexpr):
-    if CLIP:
+def _bound(limit, squares, parts, elements, CLIP: tl.constexpr, RMS: tl.constexpr):
+    """The magnitude at which values are clipped; infinite where they are not."""
+    if CLIP == GIVEN_LIMIT:
+        return tl.load(limit)
+    elif CLIP == RMS_LIMIT:  # noqa: RET505 - a branch not taken must not be compiled, so one return a branch
+        return rms_limit(squares, parts, elements, RMS)
+    else:
+        return tl.full([], float("inf"), tl.float32)
+
+
+@triton.jit
+def _tensor_scale(bits, known, bound, LARGEST: tl.constexpr, POW2: tl.constexpr, CLIP: tl.constexpr):
+    if CLIP != NO_LIMIT:
         # What a history holds was clipped when it was recorded.
-        bits = tl.where(known > 0, bits, clip_amax(bits, tl.load(limit)))
+        bits = tl.where(known > 0, bits, clip_amax(bits, bound))
     return scale_of(bits, LARGEST, POW2)
 
 

@@ -10,6 +10,7 @@ allocate the results and to pass pointers to kernels that are compiled already.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,7 @@ from .program import Program, tile_function
 #: Triton's interpreter converts to FP8 by truncation: there every rounding is done by steps.
 _INTERPRETED = triton.knobs.runtime.interpret
 _NEAREST, _PHILOX, _GIVEN = 0, 1, 2
+_NO_LIMIT, _GIVEN_LIMIT, _RMS_LIMIT = 0, 1, 2
 #: Rows and columns of a tile, the most tiles a program takes, and warps.
 AMAX_TILE = (64, 128, 64, 4)
 CAST_TILE = (32, 128, 1, 4)
@@ -47,7 +49,16 @@ class Operand:
 
     spec: Spec
     given_bits: bool = False
-    clipped: bool = False
+    #: The magnitude at which values are clipped is given: a percentile must be, a multiple of the RMS need not.
+    given_limit: bool = False
+
+    @property
+    def clip(self) -> tuple[int, float]:
+        """How a kernel finds that magnitude, and the multiple of the RMS."""
+        if self.given_limit:
+            return _GIVEN_LIMIT, 0.0
+        assert self.spec.clip_p is None, "a percentile is given"
+        return (_NO_LIMIT, 0.0) if self.spec.clip_rms is None else (_RMS_LIMIT, float(self.spec.clip_rms))
 
 
 class Launch:
@@ -114,21 +125,22 @@ class _Cast:
         grid = (triton.cdiv(self.count, bm * loop), triton.cdiv(self.width, bn))
         even = self.count % (bm * loop) == 0 and self.width % bn == 0
         by_tensor, by_row, by_column = "tensor" in granularities, granularities[0] == "row", granularities[1] == "row"
-        #: Partial maxima lie one after the other in one buffer: of the tensor, by row, by column.
+        squares = any(operand is not None and operand.clip[0] == _RMS_LIMIT for operand in operands)
+        #: Partial maxima lie one after the other in one buffer: of the tensor, by row, by column; then sums of squares.
         self.parts = (grid[0] * grid[1], grid[1] * self.program.pieces, grid[0])
         sizes = (
             self.parts[0] if by_tensor else 0,
             self.parts[1] * self.count if by_row else 0,
             self.parts[2] * self.shape[1] if by_column else 0,
+            2 * self.parts[0] if squares else 0,
         )
         # Each begins on a multiple of 16 bytes, as compiled kernels rely on, and none is empty.
-        first, second, third = ((size + 7) // 4 * 4 for size in sizes)
-        self.offsets, self.scratch = (first, first + second), first + second + third
+        *self.offsets, self.scratch = itertools.accumulate((size + 7) // 4 * 4 for size in sizes)
         self.amax = None
-        if by_tensor or by_row or by_column:
+        if by_tensor or by_row or by_column or squares:
             constants = {**common, "BY_TENSOR": by_tensor, "BY_ROW": by_row, "BY_COLUMN": by_column,
-                         "HISTORY": padded, "ALIGNED": self.row_aligned, "EVEN": even, "BM": bm, "BN": bn,
-                         "LOOP": loop}  # fmt: skip
+                         "SQUARES": squares, "HISTORY": padded, "ALIGNED": self.row_aligned, "EVEN": even,
+                         "BM": bm, "BN": bn, "LOOP": loop}  # fmt: skip
             self.amax = Launch(amax_kernel, grid, warps, constants)
         self.row_scales = [
             None if not wanted else _scale_launch(operand, size, part)
@@ -154,7 +166,8 @@ class _Cast:
                 f"{prefix}_MANTISSA": element.mantissa_bits,
                 f"{prefix}_BIAS": element.bias,
                 f"{prefix}_POW2": bool(spec and spec.pow2),
-                f"{prefix}_CLIP": operand is not None and operand.clipped,
+                f"{prefix}_CLIP": operand.clip[0] if operand is not None else _NO_LIMIT,
+                f"{prefix}_RMS": operand.clip[1] if operand is not None else 0.0,
             }
         constants |= {
             "SAME": self.same, "HISTORY": padded, "RECORD": recording, "OVERFLOW": overflow(specs[0]),
@@ -245,19 +258,20 @@ class _Cast:
         codes, scale, turned, second_scale, scratch = [t.data_ptr() for t in tensors]
         r_limit, c_limit, r_key, c_key, r_bits, c_bits, *history = optional
         history, pending, saturated, workspace = history or (0, 0, 0, 0)
-        size, length = (self.count, self.width), self.history_length
+        size, length, squares = (self.count, self.width), self.history_length, 0
         if self.amax is not None:
-            by_row, by_column = scratch + 4 * self.offsets[0], scratch + 4 * self.offsets[1]
-            self.amax.again(stream, leaves, self.strides, *size, scratch, by_row, by_column, history, length)
+            by_row, by_column, squares = [scratch + 4 * offset for offset in self.offsets]
+            self.amax.again(stream, leaves, self.strides, *size, scratch, by_row, by_column, squares, history, length)
+            clipping = (squares, self.parts[0], self.shape[0] * self.shape[1])
             if self.row_scales[0] is not None:
                 kernel, parts, count = self.row_scales[0]
-                kernel.again(stream, by_row, scale, r_limit, parts, count)
+                kernel.again(stream, by_row, scale, r_limit, parts, count, *clipping)
             if self.row_scales[1] is not None:
                 kernel, parts, count = self.row_scales[1]
-                kernel.again(stream, by_column, second_scale, c_limit, parts, count)
+                kernel.again(stream, by_column, second_scale, c_limit, parts, count, *clipping)
         self.cast.again(
             stream, leaves, self.strides, *size, codes, scale, r_limit, r_key, r_bits, turned, second_scale, c_limit,
-            c_key, c_bits, scratch, self.parts[0], history, length, pending, saturated, workspace,
+            c_key, c_bits, scratch, self.parts[0], squares, history, length, pending, saturated, workspace,
         )  # fmt: skip
         return True
 
@@ -270,19 +284,21 @@ class _Cast:
         ]
         history, pending, saturated, workspace = state or (like, like, like, like)
         keep = all(t is None or t.data_ptr() % 16 == 0 for t in (*flat, *limits, *keys, *bits, *(state or ())))
-        size, length = (self.count, self.width), self.history_length
+        size, length, squares = (self.count, self.width), self.history_length, like
         if self.amax is not None:
-            by_row, by_column = scratch[self.offsets[0] :], scratch[self.offsets[1] :]
-            self.amax.first(keep, flat, self.strides, *size, scratch, by_row, by_column, history, length)
+            by_row, by_column, sums = (scratch[offset:] for offset in self.offsets)
+            squares = sums[: len(sums) // 2 * 2].view(torch.float64)
+            self.amax.first(keep, flat, self.strides, *size, scratch, by_row, by_column, squares, history, length)
+            clipping = (squares, self.parts[0], self.shape[0] * self.shape[1])
             for found, partials, target, limit in zip(
                 self.row_scales, (by_row, by_column), (scale, second_scale), (r_limit, c_limit), strict=True
             ):
                 if found is not None:
                     kernel, parts, count = found
-                    kernel.first(keep, partials, target, limit, parts, count)
+                    kernel.first(keep, partials, target, limit, parts, count, *clipping)
         self.cast.first(
             keep, flat, self.strides, *size, codes, scale, r_limit, r_key, r_bits, turned, second_scale, c_limit,
-            c_key, c_bits, scratch, self.parts[0], history, length, pending, saturated, workspace,
+            c_key, c_bits, scratch, self.parts[0], squares, history, length, pending, saturated, workspace,
         )  # fmt: skip
 
 
@@ -311,7 +327,7 @@ def launch_cast(
         rows: operand contracted over columns.
         columns: operand contracted over rows; None where it is absent or ``same``.
         same: the second operand is the first, transposed.
-        limits: clip limits of the two, FP32 [].
+        limits: clip limits of the two, FP32 [], where an operand's ``given_limit`` says so.
         keys: keys of their random bits, int64 [].
         bits: their random bits, int16 [M, N].
         state: with ``delayed(n)``: history, pending, saturated and workspace of an amax history.
@@ -332,7 +348,8 @@ def launch_cast(
 def _scale_launch(operand: Operand | None, size: int, parts: int) -> tuple[Launch, int, int]:
     assert operand is not None
     element = operand.spec.fmt.element
-    constants = {"MAX": element.max, "POW2": operand.spec.pow2, "CLIP": operand.clipped, "PARTS": 32, "BLOCK": 128}
+    constants = {"MAX": element.max, "POW2": operand.spec.pow2, "CLIP": operand.clip[0],
+                 "RMS": operand.clip[1], "PARTS": 32, "BLOCK": 128}  # fmt: skip
     return Launch(scale_kernel, (triton.cdiv(size, 128), 1), 4, constants), parts, size
 
 

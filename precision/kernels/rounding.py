@@ -36,6 +36,32 @@ def clip_amax(bits, limit):
 
 
 @triton.jit
+def rms_limit(squares, parts, elements, RMS: tl.constexpr):
+    """RMS times the root mean square of ``elements`` values whose squares add up to ``parts`` FP64 partial sums.
+
+    Infinite where that is zero: a tensor of zeros is not clipped.
+    """
+    at = tl.arange(0, 128)
+    total = tl.zeros([128], tl.float64)
+    for first in range(0, parts, 128):
+        total += tl.load(squares + first + at, mask=first + at < parts, other=0.0)
+    # Not the integer itself: one that is 1 is a constant to the compiler, of no type.
+    mean = tl.sum(total, 0) / (tl.full([], 1.0, tl.float64) * elements)
+    limit = tl.sqrt(mean).to(tl.float32) * RMS
+    return tl.where(limit > 0, limit, float("inf"))
+
+
+@triton.jit
+def sum_of_squares(x):
+    """Sums of the squares of FP32 ``x`` along its columns, FP64; what is not finite counts as zero.
+
+    In FP64 the order of the sum does not show in an FP32 result.
+    """
+    finite = tl.where(tl.abs(x) < float("inf"), x, 0.0)
+    return tl.sum((finite * finite).to(tl.float64), 1)
+
+
+@triton.jit
 def scale_of(bits, largest: tl.constexpr, pow2: tl.constexpr):
     """Dequantization scale, FP32, of groups whose amax has the magnitude bits ``bits``."""
     # Correctly rounded, as the reference's division in FP64 is after rounding to FP32.
