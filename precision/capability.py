@@ -163,7 +163,7 @@ def grouped_obstacle(config: LinearConfig, device: Device, groups: int) -> str |
     is grouped is always native.
     """
     if device.kind != "cuda" or device.capability is None:
-        return f"{device.name} has no grouped GEMM"
+        return "a CPU runs the reference, an expert at a time"
     major = device.capability[0]
     if major not in (9, 10):
         return f"PyTorch has a grouped GEMM for compute capability 9 and 10, not for {device.name}"

@@ -108,7 +108,7 @@ class LowPrecisionGroupedLinear(LowPrecisionLayer, GroupedLinear):
         grouped = grouped_obstacle(state.config, state.here, self.experts) is None and self.weight.numel() > 0
         draw, recording = state.enter(self.training and torch.is_grad_enabled())
         if grouped:
-            ends, dtype = check_offsets(offsets, x.shape[0]), _output_dtype(x)
+            ends, dtype = check_offsets(offsets, x), _output_dtype(x)
             # Autocast must not touch the GEMMs inside: their dtypes are the recipe's.
             with torch.autocast(x.device.type, enabled=False):
                 out = _GroupedFunction.apply(
@@ -125,7 +125,7 @@ class LowPrecisionGroupedLinear(LowPrecisionLayer, GroupedLinear):
 
 def dense_grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:
     """:meth:`GroupedLinear.forward` in BF16, grouped: x [T, K], weight [E, N, K], bias [E, N] -> BF16 [T, N]."""
-    ends = check_offsets(offsets, x.shape[0])
+    ends = check_offsets(offsets, x)
     with torch.autocast(x.device.type, enabled=False):
         out = _DenseFunction.apply(x, weight, ends)
         return out if bias is None else _AddBias.apply(out, bias, ends)

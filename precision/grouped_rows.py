@@ -103,18 +103,17 @@ class Groups:
         return torch.diff(self.ends, prepend=self.ends.new_zeros(1)).tolist()
 
 
-def check_offsets(offsets: Tensor, rows: int) -> Tensor:
-    """Return ``offsets`` as int32, with a device-side check that they rise from 0 to ``rows``.
+def check_offsets(offsets: Tensor, x: Tensor) -> Tensor:
+    """Return ``offsets`` as int32 beside ``x`` [T, ..], with a check on the device that they rise from 0 to T.
 
-    The check is asynchronous: offsets that do not fit end the process's use of the device with the message below. A
-    compiled graph does not check.
+    The check is asynchronous: on a GPU, offsets that do not fit end the process's use of the device, with the message
+    below. A compiled graph does not check.
     """
-    ends = offsets.to(torch.int32)
+    ends = offsets.to(device=x.device, dtype=torch.int32)
     if not torch.compiler.is_compiling():
-        rises = (torch.diff(ends, prepend=ends.new_zeros(1), append=ends.new_full((1,), rows)) >= 0).all()
-        torch.ops.aten._assert_async.msg(
-            rises & (ends[-1] == rows), "grouped linear: expected offsets that rise from 0 to T"
-        )
+        rises = torch.diff(ends, prepend=ends.new_zeros(1), append=ends.new_full((1,), x.shape[0])) >= 0
+        fits = rises.all() & (ends[-1] == x.shape[0])
+        torch.ops.aten._assert_async.msg(fits, "grouped linear: expected offsets that rise from 0 to T")
     return ends
 
 

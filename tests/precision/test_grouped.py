@@ -243,6 +243,23 @@ def test_a_non_finite_row_spoils_its_expert_and_no_other():
     assert found[2][[0, 1, 3]].isfinite().all()
 
 
+def test_a_delayed_scale_counts_what_saturates_and_takes_in_no_expert_that_is_not_finite():
+    grouped, loop = layer("delayed", grouped=True), layer("delayed", grouped=False)
+    for factor in (1.0, 100.0, 1.0):
+        x, ends = rows("ragged")
+        x = x * factor
+        x[8, 2] = torch.inf if factor > 1 else 1.0
+        alike(step(grouped, x, ends), step(loop, x, ends))
+        ours, theirs = (layer_state(module).state_dict() for module in (grouped, loop))
+        assert ours.keys() == theirs.keys()
+        for key, value in theirs.items():
+            assert torch.equal(ours[key], value), key
+        for module in (grouped, loop):
+            torch.optim.SGD(module.parameters(), lr=0.0).step()
+    assert ours["fprop.input.saturated"] > 0
+    assert ours["fprop.input.history"].isfinite().all()
+
+
 def test_experts_without_rows_have_zero_gradients():
     x, ends = rows("ragged")
     for module in (layer("row", grouped=True), layer("bf16 wgrad", grouped=True)):
@@ -383,7 +400,7 @@ def test_what_a_device_groups_and_why_not():
     assert grouped_obstacle(row, h200, 8) is None
     assert all(grouped_obstacle(c, h200, 8) is None for c in CONFIGS.values())
     assert grouped_obstacle(LinearConfig(), b200, 8) is None
-    assert grouped_obstacle(row, cpu, 8) == "cpu has no grouped GEMM"
+    assert grouped_obstacle(row, cpu, 8) == "a CPU runs the reference, an expert at a time"
     assert "compute capability 9 and 10, not for NVIDIA A100" in grouped_obstacle(row, a100, 8)
     assert "row scales runs on Hopper only, not on NVIDIA B200" in grouped_obstacle(row, b200, 8)
     assert grouped_obstacle(e5m2, h200, 8) == "dgrad: the grouped GEMM multiplies E4M3 by E4M3, not fp8_e5m2"
