@@ -8,7 +8,8 @@ symmetric memory (``symm_mem._low_contention_all_gather``; no multicast, no mult
   resources that do not interfere.
 - ``overlap``: of some gathers and as much of products, the share of the shorter that is hidden: 1 all, 0 none.
 
-Times are the slowest rank's, medians over rounds in which all take turns.
+Times are the slowest rank's, medians over rounds in which all take turns. :func:`fit_links` says with what bandwidth and
+time to begin a file of links (:mod:`narrowgate.recipes.topology`) predicts them best, and how far off that is.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -37,6 +39,8 @@ PAYLOADS = {"bf16": torch.bfloat16, "fp8": torch.uint8}
 #: Sides of the product, and how long products beside gathers go on, in milliseconds.
 _GEMM, _CPU_GEMM = 4096, 64
 _WINDOW_MS = 5.0
+#: Two numbers are fitted: fewer gathers would fit them exactly.
+_LEAST_FITTED = 3
 #: Gathers beside products last this much longer than those take alone.
 _COVER = 2.0
 
@@ -90,6 +94,36 @@ def measure_gathers(elements: int, mesh: DeviceMesh, settings: GemSettings) -> t
     for row in rows:
         settings.say(describe(row))
     return rows, skipped
+
+
+def fit_links(rows: Sequence[Row], ranks: int) -> dict[str, dict[str, float]]:
+    """Fit ``ms = begin + sent / bandwidth`` to the gathers of each arm, by least squares of relative errors.
+
+    Args:
+        rows: of :func:`measure_gathers`, of several sizes.
+        ranks: of the gathers; each sends (ranks - 1) times what it gives.
+
+    Returns:
+        By arm with at least three gathers: ``gb_per_s``, ``begin_us`` (``launch_us`` and latencies together) and
+        ``worst_error``, the largest relative error of what these two predict for the gathers they were fitted to.
+    """
+    fits: dict[str, dict[str, float]] = {}
+    for arm in dict.fromkeys(row["arm"] for row in rows):
+        own = [row for row in rows if row["arm"] == arm]
+        if len(own) < _LEAST_FITTED:
+            continue
+        us = np.array([row["ms"] * 1e3 for row in own])
+        sent = np.array([(ranks - 1) * row["bytes"] for row in own], dtype=np.float64)
+        design = np.stack([np.ones_like(us), sent], axis=1)
+        (begin, slope), *_ = np.linalg.lstsq(design / us[:, None], np.ones_like(us), rcond=None)
+        if slope <= 0:  # times that do not grow with bytes are no wire's
+            continue
+        errors = np.abs(design @ np.array([begin, slope]) / us - 1)
+        fits[arm] = {
+            "gb_per_s": round(float(1e-3 / slope), 2), "begin_us": round(float(begin), 2),
+            "worst_error": round(float(errors.max()), 4),
+        }  # fmt: skip
+    return fits
 
 
 def describe(row: Row) -> str:

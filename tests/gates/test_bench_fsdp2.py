@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from narrowgate.gates.bench.fsdp2_arms import VARIANTS, ShardedArm, pick_groups, recipe, tower
+from narrowgate.gates.bench.fsdp2_gather import fit_links
 from narrowgate.precision.errors import NarrowgateError
 from narrowgate.precision.spec import Spec
 from narrowgate.recipes import resolve
@@ -138,6 +139,20 @@ def test_every_fp8_payload_has_its_twin_and_torchao_one() -> None:
     assert reduced.recipe("in_features > 0").shards.reduce_scatter == Spec.parse("fp8_e5m2+sr")
     with pytest.raises(NarrowgateError, match="unknown format 'fp9'"):
         pick_groups(["fp8_row"], ["narrowgate"], "fp9")
+
+
+def test_links_are_fitted_to_gathers_and_say_how_far_off_they_are() -> None:
+    def gathers(*times: float) -> list[dict[str, Any]]:
+        sizes = (8e6, 32e6, 128e6)
+        return [{"arm": "nccl", "bytes": int(size), "ms": ms} for size, ms in zip(sizes, times, strict=True)]
+
+    # 40 us, then 250 GB/s to each of three others.
+    exact = [0.04 + 3 * size / 250e6 for size in (8e6, 32e6, 128e6)]
+    assert fit_links(gathers(*exact), 4) == {"nccl": {"gb_per_s": 250.0, "begin_us": 40.0, "worst_error": 0.0}}
+    bent = fit_links(gathers(exact[0], exact[1] * 1.2, exact[2]), 4)["nccl"]
+    assert 0.05 < bent["worst_error"] < 0.2
+    assert fit_links(gathers(*exact)[:2], 4) == {}
+    assert fit_links(gathers(3.0, 2.0, 1.0), 4) == {}
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
