@@ -8,8 +8,8 @@ symmetric memory (``symm_mem._low_contention_all_gather``; no multicast, no mult
   resources that do not interfere.
 - ``overlap``: of some gathers and as much of products, the share of the shorter that is hidden: 1 all, 0 none.
 
-Times are the slowest rank's, medians over rounds in which all take turns. :func:`fit_links` says with what bandwidth and
-time to begin a file of links (:mod:`narrowgate.recipes.topology`) predicts them best, and how far off that is.
+Times are the slowest rank's, medians over rounds in which all take turns. :func:`fit_links` says which bandwidth and
+time to begin predict them best (a file of links has both: :mod:`narrowgate.recipes.topology`), and how far off.
 """
 
 from __future__ import annotations
