@@ -17,6 +17,7 @@ from narrowgate.models.presets import SyntheticConfig
 from narrowgate.precision.wire import WireCount
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import start_processes
+from torch.nn.parallel import DistributedDataParallel
 
 RANKS, WIDTH, STEPS = 2, 24, 2
 #: By case: formats of rows and of gradients.
@@ -109,27 +110,23 @@ def train(formats: tuple[str, str] | None, rank: int | None = None, steps: int =
         shard_tables(model, forward=formats[0], backward=formats[1])
     optimizer = scheduled_optimizer(model, 8, PRESET.training)
     ours = {name for name, _ in model.named_parameters()}
-    ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
+    # What every rank has is averaged by DDP, which leaves tables alone.
+    forward = model if rank is None else DistributedDataParallel(model)
     batches = [list(task.train_batches(seed))[:steps] for seed in range(RANKS)]
     losses = []
     for step in range(steps):
         optimizer.zero_grad()
         mine = [rank] if rank is not None else list(range(RANKS))
-        parts = [task.loss(model, batches[r][step]) for r in mine]
-        loss = torch.stack(parts).mean()
+        loss = torch.stack([task.loss(forward, batches[r][step]) for r in mine]).mean()
         loss.backward()
+        loss = loss.detach()
         if rank is not None:
-            for name, parameter in model.named_parameters():
-                if name not in ignored and parameter.grad is not None:
-                    dist.all_reduce(parameter.grad)
-                    parameter.grad /= RANKS
-            loss = loss.detach()
             dist.all_reduce(loss)
             loss /= RANKS
-        losses.append(float(loss.detach()))
+        losses.append(float(loss))
         optimizer.step()
     state = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    return {"losses": losses, "state": state, "missing": names - ours, "ignored": list(ignored)}
+    return {"losses": losses, "state": state, "missing": names - ours}
 
 
 def rank(rank: int, folder: Path) -> None:
