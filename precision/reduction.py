@@ -329,7 +329,9 @@ def _exact(buffer: Tensor, group: Any) -> Tensor:
     """The FP32 sum of this rank's rows."""
     wide = buffer.to(torch.float32).flatten()
     out = wide.new_empty(buffer.shape[1])
-    torch.distributed.reduce_scatter_tensor(out, wide, group=group)
+    # PyTorch 2.13 renames it.
+    scatter = getattr(torch.distributed, "reduce_scatter_single", None) or torch.distributed.reduce_scatter_tensor
+    scatter(out, wide, group=group)
     return out
 
 

@@ -31,8 +31,8 @@ def reduce(gradients: list[list[Tensor]], spec: Spec, dtype: torch.dtype, keys: 
     """The sums over ranks that all ranks together end up with."""
     ranks, shapes = len(gradients), [tuple(gradient.shape) for gradient in gradients[0]]
     lines, found = [], [[] for _ in shapes]
-    for rank, own in enumerate(gradients):
-        pieces = pieces_of([(str(i), keys[rank] + i, shape) for i, shape in enumerate(shapes)], ranks)
+    layouts = [pieces_of([(str(i), key + i, shape) for i, shape in enumerate(shapes)], ranks) for key in keys]
+    for own, pieces in zip(gradients, layouts, strict=True):
 
         def seed(piece: Piece, own: list[Tensor] = own) -> Tensor | None:
             return torch.tensor(piece.key, device=own[0].device) if spec.sr else None
@@ -41,7 +41,7 @@ def reduce(gradients: list[list[Tensor]], spec: Spec, dtype: torch.dtype, keys: 
         assert lines[-1].shape == (ranks, sum(line_bytes(pieces, spec, dtype).values()))
     for rank in range(ranks):
         arrived = torch.stack([line[rank] for line in lines])
-        for piece, total in sum_decoded(arrived, pieces, spec, dtype, rank):
+        for piece, total in sum_decoded(arrived, layouts[rank], spec, dtype, rank):
             assert total.dtype == torch.float32
             found[int(piece.name)].append(total)
     empty = gradients[0][0].new_zeros(0)
