@@ -303,7 +303,7 @@ def _fuse(cast: fx.Node, x: fx.Node, owned: set[fx.Node]) -> bool:
         if not isinstance(source, fx.Node) or not _same_rows(top, source):
             break
         top = source
-    parts = _parts(top, owned)
+    parts = _parts(top, owned, _blocked(cast))
     shape = parts[0].meta["val"].shape
     builder = _Builder(shape, owned)
     try:
@@ -319,7 +319,7 @@ def _fuse(cast: fx.Node, x: fx.Node, owned: set[fx.Node]) -> bool:
     return True
 
 
-def _parts(top: fx.Node, owned: set[fx.Node]) -> list[fx.Node]:
+def _parts(top: fx.Node, owned: set[fx.Node], blocked: bool) -> list[fx.Node]:
     """What lies side by side in ``top``: the inputs of a concatenation along the last axis, of one shape."""
     if top.target is not aten.cat.default or top not in owned:
         return [top]
@@ -327,9 +327,16 @@ def _parts(top: fx.Node, owned: set[fx.Node]) -> list[fx.Node]:
     dim = top.args[1] if len(top.args) > 1 else 0
     shapes = [t.meta["val"].shape for t in tensors]
     last = dim in (-1, len(shapes[0]) - 1)
-    # Blocks of 128 must not reach over two parts; the matrix units ask for 16 anyway.
-    alike = all(_equal(shape, shapes[0]) for shape in shapes) and statically_known_true(shapes[0][-1] % 128 == 0)
+    alike = all(_equal(shape, shapes[0]) for shape in shapes)
+    # A block must not reach over two parts.
+    alike = alike and not (blocked and not statically_known_true(shapes[0][-1] % 128 == 0))
     return tensors if last and alike and len(set(tensors)) == len(tensors) else [top]
+
+
+def _blocked(cast: fx.Node) -> bool:
+    """Whether a scale of the cast reaches over a block of columns."""
+    given = (*cast.args, *cast.kwargs.values())
+    return any(isinstance(argument, str) and "x128" in argument for argument in given)
 
 
 def _same_rows(view: fx.Node, source: fx.Node) -> bool:

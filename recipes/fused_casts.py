@@ -134,8 +134,9 @@ def _casts(
         from_memory = source.op == "placeholder"
         weight = from_memory and tuple(source.meta["val"].shape) == shapes.get(name)
         tensor = "weight" if weight else "grad" if backward else "input"
-        operations = tuple(step.op for step in Program.parse(program_of(node)).instructions)
-        yield CastPlan(name, tensor, operations)
+        program = Program.parse(program_of(node))
+        operations = tuple(step.op for step in program.instructions)
+        yield CastPlan(name, tensor, operations + ("cat",) * (program.pieces > 1))
 
 
 def _layer(node: fx.Node, names: Mapping[str, str]) -> str | None:

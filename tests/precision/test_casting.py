@@ -175,3 +175,40 @@ def test_codes_lie_contiguous_along_their_contraction():
     first, second = check(values((144, 272)), "fp8_e4m3", "fp8_e4m3")
     assert first.data.is_contiguous()
     assert second.data.t().is_contiguous()
+
+
+@pytest.mark.parametrize("width", [96, 40, 128])
+@pytest.mark.parametrize("rows", ["fp8_e4m3", "fp8_e4m3/row", "fp8_e5m2/row+clip(rms=1)"])
+def test_results_of_any_width_lie_side_by_side(width, rows):
+    leaves = [values((70, width), seed=seed) for seed in range(3)]
+    program = "mn,mn,mn;mul 0 1;maximum 2 #0.0|3,4"
+    x = torch.cat([leaves[0].float() * leaves[1].float(), leaves[2].float().clamp_min(0.0)], -1)
+    columns = "fp8_e4m3/row"
+    found = torch.ops.narrowgate.cast_fp8(leaves, program, rows, columns, None, None, None, None, None, None)
+    for (codes, scale), spec, dim in zip((found[:2], found[2:]), (rows, columns), (1, 0), strict=True):
+        expected = quantize(x, spec, dim=dim)
+        assert torch.equal(scale.reshape(-1), expected.scale.reshape(-1))
+        own = codes if dim == 1 else codes.t()
+        assert torch.equal(own.contiguous().view(torch.uint8), expected.data.contiguous().view(torch.uint8))
+
+
+def test_an_rms_is_found_although_a_history_knows_the_scale():
+    spec = Spec.parse("fp8_e4m3+delayed(4)+clip(rms=1.5)")
+    ours, theirs = AmaxHistory(4, DEVICE), AmaxHistory(4, DEVICE)
+    for step, size in enumerate((1.0, 30.0, 0.5)):
+        x = values((200, 328), seed=step) * size
+        found, _ = quantize_both(x, Request(spec, history=ours), None)
+        compare(found, quantize(x, spec, dim=1, history=theirs))
+        roll([ours, theirs])
+        assert torch.equal(ours.history, theirs.history)
+        assert torch.equal(ours.saturated, theirs.saturated)
+
+
+def test_a_limit_that_is_given_is_taken():
+    x, limit = values((96, 128)), torch.tensor(0.75, device=DEVICE)
+    found = torch.ops.narrowgate.cast_fp8(
+        [x], "mn|0", "fp8_e4m3+clip(rms=2)", "", None, None, limit, None, None, None
+    )  # fmt: skip
+    expected = quantize(x.float().clamp(-0.75, 0.75), "fp8_e4m3", dim=1)
+    assert torch.equal(found[1], expected.scale)
+    assert torch.equal(found[0].view(torch.uint8), expected.data.view(torch.uint8))

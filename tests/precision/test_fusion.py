@@ -97,6 +97,16 @@ def test_both_halves_of_a_gates_gradient_come_out_of_one_cast():
     near(before, after)
 
 
+@pytest.mark.parametrize(("granularity", "pieces"), [("row", 2), ("1x128", 1)])
+def test_results_of_any_width_come_out_of_one_cast_but_for_blocks_that_would_reach_over_two(granularity, pieces):
+    spec = f"fp8_e4m3/{granularity}"
+    found, before, after = fused(
+        lambda a, b: cast(torch.cat([F.relu(a), F.silu(b)], -1), spec, spec), bf16(M, 96), bf16(M, 96, seed=1)
+    )
+    assert found[0][0].pieces == pieces
+    near(before, after)
+
+
 @pytest.mark.parametrize("norm", ["rms", "layer", "affine-free"])
 def test_a_norm_keeps_its_statistics_apart_and_its_scaling_moves(norm):
     weight, bias = torch.randn(N), torch.randn(N)
