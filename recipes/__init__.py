@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .fused_bf16 import apply_fused_bf16
     from .fused_casts import CastPlan, plan_casts
     from .load import builtin_names, builtin_text, load_recipe
+    from .optimizer import wrap_optimizer
     from .plan import LayerPlan, Origin, Plan
     from .rates import load_rates, rates_schema
     from .recipe import Activations, OptimizerState, Path, Recipe, Rule, Shards
@@ -74,6 +75,7 @@ _HOMES = {
     "topology_schema": ".topology",
     "trace_gemms": ".tracing",
     "validate_file": ".validate",
+    "wrap_optimizer": ".optimizer",
 }
 
 __all__ = [
@@ -121,6 +123,7 @@ __all__ = [
     "topology_schema",
     "trace_gemms",
     "validate_file",
+    "wrap_optimizer",
 ]
 
 

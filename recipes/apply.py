@@ -16,12 +16,13 @@ from ..precision.backends import backend_of, get_backend
 from ..precision.capability import Device
 from ..precision.errors import NarrowgateError, NotBuiltError, did_you_mean
 from ..precision.sharding import release_weights
+from ..precision.spec import Spec
 from .errors import Diagnostic, RecipeError, found
 from .load import load_recipe
 from .plan import Plan
 from .profit import undecided
 from .rates import Rates
-from .recipe import BACKENDS, Recipe
+from .recipe import BACKENDS, OptimizerState, Recipe
 from .resolution import resolve
 from .rows import measure_rows
 from .runnable import inexpressible_in_plan, not_built_in_parts
@@ -40,7 +41,9 @@ class Applied:
     name: str
     hash: str
     seed: int
-    backend: str = "native"
+    backend: str
+    #: How an optimizer keeps its state.
+    state: Spec
 
 
 def apply_recipe(
@@ -125,7 +128,11 @@ def apply_recipe(
             runs_on.restore(module)
         raise
     mark(model, loaded, seed, plan.backend)
-    return replace(plan, model=ref(unwrap(model)), seed=seed)
+    if state_of(loaded).format != "fp32":
+        from .optimizer import expect_wrapped
+
+        expect_wrapped(unwrap(model))
+    return replace(plan, model=ref(unwrap(model)))
 
 
 def remove_recipe(model: nn.Module) -> None:
@@ -182,7 +189,12 @@ def check_backend(backend: str | None) -> None:
 
 def mark(model: nn.Module, recipe: Recipe, seed: int, backend: str) -> None:
     """Have ``model`` remember the recipe that it carries now."""
-    unwrap(model).__dict__[_MARK] = Applied(recipe.name, recipe.hash(), seed, backend)
+    unwrap(model).__dict__[_MARK] = Applied(recipe.name, recipe.hash(), seed, backend, state_of(recipe))
+
+
+def state_of(recipe: Recipe) -> Spec:
+    """Return how ``recipe`` has an optimizer keep its state."""
+    return (recipe.flatten().optimizer or OptimizerState()).state
 
 
 def refuse_second(model: nn.Module, recipe: Recipe) -> None:

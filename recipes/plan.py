@@ -20,7 +20,7 @@ from .recipe import Recipe, Shards
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-    from torch import Tensor, nn
+    from torch import nn
     from torch.optim import Optimizer
 
     from .fused_casts import CastPlan
@@ -169,9 +169,8 @@ class Plan:
     trace: GemmTrace | None = None
     #: Casts of a compiled step (:func:`narrowgate.recipes.plan_casts`); None where none was traced.
     casts: tuple[CastPlan, ...] | None = None
-    #: The model that :func:`narrowgate.recipes.apply_recipe` changed, and its seed; None where it was only resolved.
+    #: The model that :func:`narrowgate.recipes.apply_recipe` changed; None where it was only resolved.
     model: ReferenceType[nn.Module] | None = field(default=None, compare=False, repr=False)
-    seed: int = field(default=0, compare=False)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "model": None}  # a reference to an object of this process
@@ -306,22 +305,19 @@ class Plan:
         """
         state = self.recipe.optimizer.state if self.recipe.optimizer is not None else None
         if state is not None and state.format != "fp32":
-            from ..precision.optimizer_state import lower_state
+            from .optimizer import wrap_optimizer
 
-            lower_state(optimizer, state, names=self._parameter_names(), seed=self.seed)
+            model = None if self.model is None else self.model()
+            if model is None:
+                raise NarrowgateError(
+                    "wrap_optimizer: found a plan without its model, expected what apply_recipe returned"
+                )
+            return wrap_optimizer(model, optimizer, keep_weights=keep_weights)
         if keep_weights:
             from ..precision.linear import keep_weight_codes
 
             keep_weight_codes(p for group in optimizer.param_groups for p in group["params"])
         return optimizer
-
-    def _parameter_names(self) -> dict[Tensor, str]:
-        model = None if self.model is None else self.model()
-        if model is None:
-            raise NarrowgateError("wrap_optimizer: found a plan without its model, expected what apply_recipe returned")
-        from .targets import named_parameters
-
-        return {parameter: name for name, parameter in named_parameters(model)}
 
     def refresh(self) -> None:
         """Quantize weights anew at their next use, after writes that nothing could see: through ``weight.data``.

@@ -10,7 +10,16 @@ import pytest
 import torch
 from narrowgate.models.optimizers import AdamWithRowwiseAdagrad
 from narrowgate.precision import NarrowgateError, call_key, quantize, stream_key
-from narrowgate.recipes import OptimizerState, Recipe, Rule, apply_recipe, resolve, validate_file
+from narrowgate.recipes import (
+    OptimizerState,
+    Recipe,
+    Rule,
+    apply_recipe,
+    low_precision,
+    resolve,
+    validate_file,
+    wrap_optimizer,
+)
 from torch import nn
 
 RULES = [Rule(layers="interaction.*", all="fp8_e4m3")]
@@ -87,8 +96,8 @@ def test_state_that_is_rounded_to_nearest_is_warned_of_where_it_stands(tower, tm
     base.write_text("recipe: base\noptimizer: {state: fp8_e4m3/1x128}\n")
     path.write_text("recipe: r\nextends: base.yaml\n")
     expected = (
-        f"{base}:2:20: warning: optimizer.state: fp8_e4m3/1x128 rounds to nearest, so a second moment that decays slowly stands "
-        "still; fp8_e4m3/1x128+sr follows it"
+        f"{base}:2:20: warning: optimizer.state: fp8_e4m3/1x128 rounds to nearest, so a second moment that decays "
+        "slowly stands still; fp8_e4m3/1x128+sr follows it"
     )
     assert [str(warning) for warning in resolve(path, tower).warnings] == [expected]
     assert [str(finding) for finding in validate_file(path).diagnostics] == [expected]
@@ -96,3 +105,54 @@ def test_state_that_is_rounded_to_nearest_is_warned_of_where_it_stands(tower, tm
     for state in ("bf16+sr", "fp32"):
         path.write_text(f"recipe: r\noptimizer: {{state: {state}}}\n")
         assert not resolve(path, tower).warnings
+
+
+def test_a_decorated_model_needs_no_plan(tower_class, ids):
+    """The same bits as by a plan, after a copy too."""
+    runs = []
+    for decorated in (True, False):
+        torch.manual_seed(0)
+        if decorated:
+            model = copy.deepcopy(low_precision(recipe("bf16+sr"), seed=4)(lambda: tower_class())())
+            optimizer = wrap_optimizer(model, torch.optim.Adam(model.parameters()))
+        else:
+            model = tower_class()
+            plan = apply_recipe(model, recipe("bf16+sr"), seed=4)
+            optimizer = plan.wrap_optimizer(torch.optim.Adam(model.parameters()))
+        model(ids).square().mean().backward()
+        optimizer.step()
+        runs.append([optimizer.state[p]["exp_avg"] for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def test_models_without_one_word_on_optimizer_state_are_refused(tower, ids):
+    optimizer = torch.optim.Adam(tower.parameters())
+    with pytest.raises(NarrowgateError, match="found no recipe on this Tower, expected one to wrap an optimizer for"):
+        wrap_optimizer(tower, optimizer)
+    apply_recipe(tower.interaction, Recipe(name="a", rules=[Rule(layers="0", all="fp8_e4m3")]))
+    assert type(wrap_optimizer(tower, optimizer)) is torch.optim.Adam
+    apply_recipe(tower.heads, Recipe(name="b", optimizer=OptimizerState(state="bf16+sr")))
+    with pytest.raises(
+        NarrowgateError, match=r"'a' asks for optimizer state in fp32 and 'b' for bf16\+sr, expected one"
+    ):
+        wrap_optimizer(tower, optimizer)
+
+
+def test_an_optimizer_that_was_not_wrapped_is_missed_once(make_tower, ids, recwarn):
+    for wrapped in (True, False):
+        model = make_tower()
+        plan = apply_recipe(model, recipe("bf16+sr"))
+        optimizer = torch.optim.Adam(model.parameters())
+        if wrapped:
+            plan.wrap_optimizer(optimizer)
+        other = torch.nn.Parameter(torch.ones(2))
+        other.grad = torch.ones(2)
+        torch.optim.Adam([other]).step()
+        for _ in range(2):
+            model(ids).sum().backward()
+            optimizer.step()
+    told = [str(warning.message) for warning in recwarn.list]
+    assert told == [
+        "recipe 'r' asks for optimizer state in bf16+sr, this Adam keeps its own: expected "
+        "plan.wrap_optimizer(optimizer), or narrowgate.recipes.wrap_optimizer(model, optimizer)"
+    ]

@@ -1,0 +1,94 @@
+"""The ``optimizer`` part of a recipe: in force once an optimizer was wrapped, and missed aloud where none was."""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..precision.errors import NarrowgateError
+from .apply import applied_recipes
+from .targets import named_parameters
+
+#: Models whose recipe asks for optimizer state in few bits, until an optimizer has stepped them.
+_WAITING: WeakSet[nn.Module] = WeakSet()
+
+
+def wrap_optimizer(model: nn.Module, optimizer: Optimizer, *, keep_weights: bool = False) -> Optimizer:
+    """Do what :meth:`narrowgate.recipes.Plan.wrap_optimizer` does, for a model whose plan is not at hand.
+
+    Such as one of ``@low_precision``. Call it after ``fully_shard``, before ``torch.distributed.checkpoint`` asks for
+    the state.
+
+    Args:
+        model: carries a recipe, or several in its parts that ask for the same optimizer state.
+        optimizer: a ``torch.optim.Optimizer`` over the model's Parameters.
+        keep_weights: quantize each weight that it steps once a step instead of at each use.
+
+    Returns:
+        ``optimizer`` itself.
+
+    Raises:
+        NotBuiltError: the recipe wants a format that is not built for optimizer state.
+        NarrowgateError: there is no recipe, or two that ask for different state; the optimizer's state is not known, or
+            its parameters are not FP32.
+    """
+    applied = list(applied_recipes(model).values())
+    if not applied:
+        raise NarrowgateError(f"found no recipe on this {type(model).__name__}, expected one to wrap an optimizer for")
+    first = applied[0]
+    other = next((recipe for recipe in applied if recipe.state != first.state), None)
+    if other is not None:
+        raise NarrowgateError(
+            f"recipe '{first.name}' asks for optimizer state in {first.state} and '{other.name}' for {other.state}, "
+            "expected one format for an optimizer"
+        )
+    if first.state.format != "fp32":
+        from ..precision.optimizer_state import lower_state
+
+        names: dict[Tensor, str] = {parameter: name for name, parameter in named_parameters(model)}
+        lower_state(optimizer, first.state, names=names, seed=first.seed)
+    if keep_weights:
+        from ..precision.linear import keep_weight_codes
+
+        keep_weight_codes(p for group in optimizer.param_groups for p in group["params"])
+    return optimizer
+
+
+def expect_wrapped(model: nn.Module) -> None:
+    """Warn at the first step of ``model`` if its optimizer keeps FP32 state, which its recipe does not ask for."""
+    _WAITING.add(model)
+    _install_hook()
+
+
+@cache
+def _install_hook() -> None:
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    register_optimizer_step_post_hook(torch.compiler.disable(_after_step))  # type: ignore[arg-type]
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if not _WAITING:
+        return
+    from ..precision.optimizer_state import LowPrecisionOptimizer
+
+    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for model in list(_WAITING):
+        if not any(id(parameter) in stepped for parameter in model.parameters()):
+            continue
+        _WAITING.discard(model)
+        applied = applied_recipes(model).get("")
+        if applied is None or isinstance(optimizer, LowPrecisionOptimizer):
+            continue
+        warnings.warn(
+            f"recipe '{applied.name}' asks for optimizer state in {applied.state}, this {type(optimizer).__name__} "
+            "keeps its own: expected plan.wrap_optimizer(optimizer), or narrowgate.recipes.wrap_optimizer(model, "
+            "optimizer)",
+            stacklevel=2,
+        )
