@@ -14,7 +14,7 @@ import pytest
 
 _SCRIPT = Path(__file__).with_name("training.py")
 #: Seconds for all stages. A collective that lacks a rank gives up after 20 (see the script), and all end with it.
-_LIMIT = 150
+_LIMIT = 300
 
 
 @pytest.fixture(scope="session")
