@@ -17,14 +17,16 @@ def raw(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1).view(torch.uint8)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("count", [1, 48, 57, 300])
 @pytest.mark.parametrize("lost", [None, torch.nan, torch.inf])
-def test_shards_have_the_codes_and_scales_of_the_whole(spec, count, lost):
+def test_shards_have_the_codes_and_scales_of_the_whole(device, spec, count, lost):
     spec, columns = Spec.parse(spec), 41
     weight = torch.randn(count, columns, generator=torch.Generator().manual_seed(count)) * torch.logspace(
         -3, 3, columns
     )
+    weight = weight.to(device)
     if lost is not None:
         weight[-1, 7] = lost
     whole = quantize(weight, spec, dim=1)
