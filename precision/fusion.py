@@ -106,6 +106,8 @@ class _Builder:
 
     shape: Sequence[Any]
     owned: set[fx.Node]
+    #: Rows will be others than the shape's, so that no leaf may lie along them.
+    flat: bool = False
     leaves: list[fx.Node] = field(default_factory=list)
     kinds: list[str] = field(default_factory=list)
     instructions: list[tuple[str, tuple[Any, ...]]] = field(default_factory=list)
@@ -175,9 +177,11 @@ class _Builder:
         if not isinstance(tensor, Tensor) or tensor.dtype not in _LEAF_DTYPES:
             return None
         if _equal(tensor.shape, self.shape):
-            return "mn"
+            return "mn" if not self.flat or tensor.is_contiguous() else None
         if all(statically_known_true(size == 1) for size in tensor.shape):
             return "s"
+        if self.flat:
+            return None
         if _equal(tensor.shape, (*self.shape[:-1], 1)):
             return "m"
         *leading, last = tensor.shape
@@ -303,6 +307,8 @@ def _fuse(cast: fx.Node, x: fx.Node, owned: set[fx.Node]) -> bool:
         if not isinstance(source, fx.Node) or not _same_rows(top, source):
             break
         top = source
+    if top.target in _VIEWS and top in owned and _fuse_flat(cast, x, owned):
+        return True
     parts = _parts(top, owned, _blocked(cast))
     shape = parts[0].meta["val"].shape
     builder = _Builder(shape, owned)
@@ -316,6 +322,34 @@ def _fuse(cast: fx.Node, x: fx.Node, owned: set[fx.Node]) -> bool:
     if builder.leaves == [x]:
         return False
     _set(cast, builder.leaves, str(program))
+    return True
+
+
+def _fuse_flat(cast: fx.Node, x: fx.Node, owned: set[fx.Node]) -> bool:
+    """Fuse past views that make other rows of the same elements, where each leaf has an element for each of them."""
+    below = x
+    while below.target in _VIEWS and below in owned:
+        if not isinstance(below.args[0], fx.Node):
+            return False
+        below = below.args[0]
+    if not isinstance(below.meta.get("val"), Tensor):
+        return False
+    builder = _Builder(below.meta["val"].shape, owned, flat=True)
+    try:
+        program = builder.program([builder.value(below)])
+    except _UnsupportedError:
+        return False
+    if not program.instructions or "mn" not in builder.kinds:
+        return False
+    leaves: list[fx.Node] = []
+    for leaf, kind in zip(builder.leaves, builder.kinds, strict=True):
+        viewed = leaf
+        if kind == "mn":
+            with cast.graph.inserting_before(cast):
+                viewed = cast.graph.call_function(aten.reshape.default, (leaf, x.args[1]))
+            viewed.meta["val"] = leaf.meta["val"].reshape(x.meta["val"].shape)
+        leaves.append(viewed)
+    _set(cast, leaves, str(program))
     return True
 
 

@@ -97,6 +97,30 @@ def test_both_halves_of_a_gates_gradient_come_out_of_one_cast():
     near(before, after)
 
 
+def test_a_product_of_tokens_that_a_layer_flattens_moves_as_rows_of_the_layer():
+    def mixed(a, b, scale):
+        return cast((F.silu(a) * b * scale).flatten(1))
+
+    tokens = [bf16(M, 4, 64, seed=seed) for seed in range(2)]
+    found, before, after = fused(mixed, *tokens, bf16(1))
+    ((program, _),) = found
+    assert sorted(program.leaves) == ["mn", "mn", "s"]
+    assert after[0].shape == (M, 256)
+    near(before, after)
+
+
+def test_what_lies_along_the_rows_of_tokens_or_out_of_order_is_not_flattened():
+    weight, token = bf16(64), bf16(M, 4, 1)
+    for other in (weight, token):
+        found, before, after = fused(lambda a, b: cast((F.silu(a) * b).flatten(1)), bf16(M, 4, 64), other)
+        assert found[0][1] == ["view"]
+        near(before, after)
+    found, before, after = fused(
+        lambda a, b: cast((F.silu(a.transpose(1, 2)) * b).flatten(1)), bf16(M, 64, 4), bf16(M, 4, 64, seed=1)
+    )
+    near(before, after)
+
+
 @pytest.mark.parametrize(("granularity", "pieces"), [("row", 2), ("1x128", 1)])
 def test_results_of_any_width_come_out_of_one_cast_but_for_blocks_that_would_reach_over_two(granularity, pieces):
     spec = f"fp8_e4m3/{granularity}"
