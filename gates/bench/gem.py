@@ -247,7 +247,7 @@ def _ready(
             if not number:
                 raise
             text = (str(error).strip().splitlines() or [""])[0][:300]
-            skip(arm, f"{type(error).__name__}: {text}", fault=not arm.peer)
+            skip(arm, f"{type(error).__name__}: {text}", fault=not arm.may_fail)
         # Outside of the handler: in it, the error still holds the frames that hold the model.
         _release(settings)
         if number and arm.name in running and not _fits(running.values(), settings):

@@ -42,8 +42,8 @@ class GemArm:
     arm: str
     variant: str
     prepare: Prepare = _as_it_is
-    #: Somebody else's: where it cannot run, that is its result and no fault of this run.
-    peer: bool = False
+    #: Where it cannot run, that is its result and no fault of this run: a peer's, or padding that does not fit.
+    may_fail: bool = False
     #: Fields of the model's configuration that differ.
     model: Mapping[str, Any] = field(default_factory=dict)
     #: Under ``torch.use_deterministic_algorithms``.
@@ -108,18 +108,18 @@ _ARMS = (
     GemArm("bf16-fused", "bf16_fused", "bf16", _fused),
     GemArm("gem-fp8", "narrowgate", "gem-fp8", _recipe("gem-fp8", "native")),
     GemArm("gem-fp8-kept", "narrowgate", "gem-fp8, weights kept", _recipe("gem-fp8", "native"), keep_weights=True),
-    GemArm("torchao-tensorwise", "torchao", "tensorwise", _peer("torchao", _eligible, *_TENSOR), peer=True),
+    GemArm("torchao-tensorwise", "torchao", "tensorwise", _peer("torchao", _eligible, *_TENSOR), may_fail=True),
     GemArm("torchao-tensorwise-large", "torchao", "tensorwise, large layers",
-           _peer("torchao", _large, *_TENSOR), peer=True),
-    GemArm("torchao-rowwise", "torchao", "rowwise", _peer("torchao", _eligible, *_ROW), peer=True),
-    GemArm("torchao-rowwise-large", "torchao", "rowwise, large layers", _peer("torchao", _large, *_ROW), peer=True),
+           _peer("torchao", _large, *_TENSOR), may_fail=True),
+    GemArm("torchao-rowwise", "torchao", "rowwise", _peer("torchao", _eligible, *_ROW), may_fail=True),
+    GemArm("torchao-rowwise-large", "torchao", "rowwise, large layers", _peer("torchao", _large, *_ROW), may_fail=True),
     GemArm("torchao-gw-hp-large", "torchao", "rowwise_with_gw_hp, large layers",
-           _peer("torchao", _large, *_ROW, **_GW_HP), peer=True),
+           _peer("torchao", _large, *_ROW, **_GW_HP), may_fail=True),
     GemArm("te-current-large", "transformer_engine", "current, large layers",
-           _peer("transformer_engine", _large, *_TENSOR), peer=True),
+           _peer("transformer_engine", _large, *_TENSOR), may_fail=True),
     GemArm("te-delayed-large", "transformer_engine", "delayed, large layers",
-           _peer("transformer_engine", _large, *_DELAYED), peer=True),
-    GemArm("bf16-padded", "bf16", "padded attention", model={"attention": "padded"}),
+           _peer("transformer_engine", _large, *_DELAYED), may_fail=True),
+    GemArm("bf16-padded", "bf16", "padded attention", model={"attention": "padded"}, may_fail=True),
     GemArm("bf16-deterministic", "bf16", "deterministic", deterministic=True),
     GemArm("gem-fp8-deterministic", "narrowgate", "gem-fp8, deterministic",
            _recipe("gem-fp8", "native"), deterministic=True),

@@ -227,7 +227,11 @@ def fails(task: GemTask, model: torch.nn.Module) -> None:
 
 
 def test_an_arm_that_fails_is_named_and_ours_is_a_fault(task: GemTask) -> None:
-    arms = [*pick_arms([]), GemArm("ours", "narrowgate", "x", fails), GemArm("peer", "torchao", "x", fails, peer=True)]
+    arms = [
+        *pick_arms([]),
+        GemArm("ours", "narrowgate", "x", fails),
+        GemArm("peer", "torchao", "x", fails, may_fail=True),
+    ]
     result = gem.measure_steps(task, arms, SETTINGS, "case")
     assert [row["arm"] for row in result.rows] == ["bf16"]
     assert [(entry["name"], entry["fault"]) for entry in result.skipped] == [("ours", True), ("peer", False)]
@@ -251,6 +255,28 @@ def test_a_padded_arm_differs_in_nothing_but_the_layout(task: GemTask) -> None:
     one, other = gem.measure_steps(task, arms, SETTINGS, "case").rows
     assert one["first_loss"] == pytest.approx(other["first_loss"], rel=1e-6)
     assert ARMS["bf16-padded"].task(task).data is task.data
+
+
+@pytest.mark.parametrize(
+    ("name", "theirs", "layers"),
+    [
+        ("torchao-tensorwise", "tensorwise", 16),
+        ("torchao-tensorwise-large", "tensorwise", 3),
+        ("torchao-rowwise-large", "rowwise", 3),
+        ("torchao-gw-hp-large", "rowwise_with_gw_hp", 3),
+    ],
+)
+def test_torchaos_arms_are_its_own_recipes(task: GemTask, name: str, theirs: str, layers: int) -> None:
+    config = pytest.importorskip("torchao.float8.config")
+    from narrowgate.precision.backends.torchao_linear import float8_settings
+
+    plan = ARMS[name].prepare(task, task.build_model())
+    assert plan is not None
+    assert len(plan.lowered) == layers
+    (used,) = {layer.config for layer in plan.lowered}
+    settings, products = float8_settings(used, False)
+    assert vars(settings) == vars(config.Float8LinearConfig.from_recipe_name(theirs))
+    assert [product.use_fast_accum for product in products] == [True, False, False]
 
 
 def test_the_fill_counts_what_attention_sees_of_padding(task: GemTask) -> None:
