@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,8 @@ def arm(room: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Arm, Any]:
 def test_the_arm_multiplies_in_bf16_where_the_recipe_would_quantize(room: Path) -> None:
     task, recipe = load_task("ranker:good"), load_recipe("all-fp8.yaml")
     fused, plain = Arm(task, CPU, recipe, fused_bf16=True), Arm(task, CPU)
-    model, other = fused.module(0), plain.module(0)
+    model: Any = fused.module(0)
+    other: Any = plain.module(0)
     assert "FusedBF16" in str([type(m).__mro__ for m in (model.body, model.head)])
     assert torch.equal(model.body.weight, other.body.weight), "the same weights for the same seed"
     x = torch.randn(4, 16)
@@ -87,8 +89,6 @@ def test_quartets_are_few_and_set_the_candidate_against_the_bf16_arm(arm, monkey
     ],
 )
 def test_where_there_is_no_counterpart_the_reason_is_told(arm, limits, changes, why) -> None:
-    import dataclasses
-
     candidate, plan = arm
     found = measure_fused_time(
         candidate, dataclasses.replace(plan, **changes), FEW.model_copy(update=limits), 0.05, HostTimer
