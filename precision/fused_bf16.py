@@ -82,5 +82,5 @@ def _written(x: Tensor) -> Tensor:
 
 
 def _cast(x: Tensor) -> Tensor:
-    # Not .to() where there is nothing to do: see gemm._as.
+    # Not .to() where there is nothing to do: see gemm.as_dtype.
     return x if x.dtype == _BF16 else x.to(_BF16)

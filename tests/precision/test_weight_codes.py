@@ -137,7 +137,7 @@ def _unseen_and_announced(layers):
 
 def _foreach(layers):
     with torch.no_grad():
-        torch._foreach_mul_(list(layers.parameters()), 0.5)
+        torch._foreach_mul_(list(layers.parameters()), 0.5)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _average(layers):
@@ -182,11 +182,11 @@ def test_compiled_it_casts_once_a_step_and_sees_writes(keep, casts):
         torch.testing.assert_close(a, b)
     assert len(casts) == 2 * 2
     for write in (_halve, _unseen_and_announced):
-        for x in batches(2):
-            torch.testing.assert_close(call(x), plain(x))
+        first, second = batches(2)
+        torch.testing.assert_close(call(first), plain(first))
         for layers in (plain, kept):
             write(layers)
-        torch.testing.assert_close(call(x), plain(x))
+        torch.testing.assert_close(call(second), plain(second))
 
 
 def test_a_weight_changed_between_forward_and_backward_is_an_error_as_in_bf16(keep):
