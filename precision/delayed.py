@@ -21,9 +21,12 @@ import torch
 from torch import Tensor
 
 from .errors import NarrowgateError
+from .rounding import overflow_threshold
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+    from .formats import ElementFormat
 
 #: ``pending`` of a step in which nothing was recorded.
 _NOTHING = -1.0
@@ -87,6 +90,20 @@ class AmaxHistory:
                     f"amax history: '{name}' has shape {tuple(saved.shape)}, expected {tuple(own.shape)}"
                 )
             own.copy_(saved)
+
+
+def count_saturated(history: AmaxHistory, scaled: Tensor, element: ElementFormat) -> None:
+    """Add to ``history`` how many elements lie beyond what ``element`` holds; what is not finite saturates nothing.
+
+    Args:
+        history: whose counter.
+        scaled: the values over the scale that the history knows, also where a non-finite one spoils the tensor's own.
+        element: the format.
+    """
+    magnitude = scaled.abs()
+    past = (magnitude > overflow_threshold(element)) & (magnitude < torch.inf)
+    # In place on the tensor, not the attribute: within autograd.Function a compiler allows no other.
+    history.saturated.add_(past.sum())
 
 
 def roll(histories: Sequence[AmaxHistory], group: ProcessGroup | None = None) -> None:

@@ -18,12 +18,12 @@ from . import observer
 from .capability import same_codes
 from .casting import Request, quantize_both
 from .config import OPERANDS
-from .delayed import AmaxHistory
+from .delayed import AmaxHistory, count_saturated
 from .grouped_rows import Groups, group_bits
 from .layer import LayerState
 from .operands import Use
 from .quantization import QuantizedTensor
-from .rounding import encode, overflow_threshold, round_stochastic
+from .rounding import encode, round_stochastic
 from .scaling import scales_from_amax
 from .spec import Spec
 
@@ -238,10 +238,10 @@ def _quantize(
         amax = torch.where(own < torch.inf, history.amax(own), torch.nan)
         if recording:
             history.record(torch.where(own < torch.inf, own, -1.0).amax())
+            known = scales_from_amax(history.amax(own), spec)
+            count_saturated(history, x * spread(known.multiplier), element)
     scales = scales_from_amax(amax, spec)
     x = x * spread(scales.multiplier)
-    if history is not None and recording:
-        history.saturated.add_((x.abs() > overflow_threshold(element)).sum())
     if bits is not None:
         return encode(round_stochastic(x, element, bits), element), scales.scale
     return encode(x.clamp(-element.max, element.max), element), scales.scale

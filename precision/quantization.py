@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from .clipping import clip, clip_limit
-from .delayed import AmaxHistory
+from .delayed import AmaxHistory, count_saturated
 from .errors import NarrowgateError
 from .grouping import Grouping, group
 from .hadamard import rotate, rotate_back
 from .packing import pack_fp4, unpack_fp4
-from .rounding import decode, encode, overflow_threshold, round_nearest, round_stochastic, torch_dtype
+from .rounding import decode, encode, round_nearest, round_stochastic, torch_dtype
 from .scaling import Scales, scale_values, scales_from_amax
 from .spec import Spec, as_spec
 from .stochastic import Shard
@@ -121,11 +121,9 @@ def quantize(
         amax = history.amax(own.view(()))
         if history.recording:
             history.record(own.view(()))
+            count_saturated(history, x * scales_from_amax(amax.reshape(own.shape), spec).multiplier, element)
     scales = _scales(own, spec, amax)
     x = x * scales.multiplier
-    if history is not None and history.recording:
-        # In place on the tensor, not the attribute: within autograd.Function a compiler allows no other.
-        history.saturated.add_((x.abs() > overflow_threshold(element)).sum())
     if bits is not None:
         data = encode(groups.join(round_stochastic(x, element, groups.split(bits))), element)
     elif torch_dtype(element) is not None:

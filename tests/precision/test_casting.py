@@ -150,13 +150,15 @@ def test_a_delayed_scale_only_reads_its_history_in_evaluation():
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_delayed_scale_is_nan_where_a_value_is_not_finite_and_the_history_never_learns_of_it(bad):
     spec = Spec.parse("fp8_e4m3+delayed(4)")
-    history = AmaxHistory(4, DEVICE)
-    history.history[0] = 3.0
+    history, theirs = AmaxHistory(4, DEVICE), AmaxHistory(4, DEVICE)
+    history.history[0] = theirs.history[0] = 3.0
     x = values((200, 328))
     x[150, 300] = bad
     found, _ = quantize_both(x, Request(spec, history=history), None)
+    compare(found, quantize(x, spec, dim=1, history=theirs))
     assert found.dequantize().isnan().all()
-    assert history.pending == -1.0
+    assert history.pending == theirs.pending == -1.0
+    assert history.saturated == theirs.saturated > 0
     assert not history.workspace.any()
 
 
