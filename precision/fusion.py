@@ -336,10 +336,13 @@ def _fuse_flat(cast: fx.Node, x: fx.Node, owned: set[fx.Node]) -> bool:
         return False
     builder = _Builder(below.meta["val"].shape, owned, flat=True)
     try:
-        program = builder.program([builder.value(below)])
+        result = builder.value(below)
+        if isinstance(result, float) or "mn" not in builder.kinds:
+            return False
+        program = builder.program([result])
     except _UnsupportedError:
         return False
-    if not program.instructions or "mn" not in builder.kinds:
+    if not program.instructions:
         return False
     leaves: list[fx.Node] = []
     for leaf, kind in zip(builder.leaves, builder.kinds, strict=True):

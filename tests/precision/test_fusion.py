@@ -121,6 +121,12 @@ def test_what_lies_along_the_rows_of_tokens_or_out_of_order_is_not_flattened():
     near(before, after)
 
 
+def test_a_constant_that_a_layer_flattens_stays_in_memory():
+    found, before, after = fused(lambda a: cast(torch.full((M, 4, 64), 0.5, dtype=a.dtype).flatten(1)), bf16(M, 4, 64))
+    assert found[0][0].instructions == ()
+    near(before, after)
+
+
 @pytest.mark.parametrize(("granularity", "pieces"), [("row", 2), ("1x128", 1)])
 def test_results_of_any_width_come_out_of_one_cast_but_for_blocks_that_would_reach_over_two(granularity, pieces):
     spec = f"fp8_e4m3/{granularity}"
