@@ -10,7 +10,6 @@ import contextlib
 import multiprocessing
 import os
 import signal
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -147,15 +146,18 @@ def _single_threaded() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _uninterruptible() -> Iterator[None]:
-    """Let child processes inherit an ignored SIGINT, so that Ctrl-C while they start prints no traceback of theirs."""
-    if threading.current_thread() is not threading.main_thread():
+    """Hold SIGINT back until the block ends, so that Ctrl-C while child processes start is late and never lost.
+
+    The children inherit it held back, and print no traceback of theirs while they start.
+    """
+    if not hasattr(signal, "pthread_sigmask"):  # not on Windows
         yield
         return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _work(pipe: Connection, job: Job) -> None:

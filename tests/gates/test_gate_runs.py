@@ -160,13 +160,13 @@ def test_an_interrupt_ends_workers_and_leaves_no_report(room: Path) -> None:
             break
     time.sleep(4)
     os.killpg(process.pid, signal.SIGINT)  # what a terminal does on Ctrl-C: parent and workers
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=120)
     assert process.returncode == 130
     assert "interrupted; no report was written" in err
     assert "Traceback" not in err
     assert out == ""
     assert [p for p in (room / "reports").iterdir() if p.is_file()] == []
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     while _group_lives(process.pid):
         assert time.monotonic() < until, "a worker outlived the run"
         time.sleep(0.1)
