@@ -119,7 +119,7 @@ def measure_attention(config: GemConfig, batch: int, settings: GemSettings, case
             arms = {}
             results = {}
             for name, function in (("padded", one.padded), ("jagged", one.jagged)):
-                ready = torch.compile(function, fullgraph=True) if settings.gpu else function
+                ready = compiled(function) if settings.gpu else function
                 results[name] = one.step(ready)
                 arms[name] = lambda ready=ready, one=one: one.step(ready)
             apart[use.name] = max(map(_relative, results["jagged"], results["padded"]))
@@ -157,6 +157,15 @@ def measure_attention(config: GemConfig, batch: int, settings: GemSettings, case
         shown = f"  {row['saved_of_promised']:.2f} of the promised saving" if row.get("saved_of_promised") else ""
         settings.say(f"  {name:12} {ms:.3f} ms a step{shown}")
     return result
+
+
+def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Compile one way of one use for its shapes alone, as the whole model is.
+
+    The uses share their code: left to itself, PyTorch would take what differs between them for dynamic and compile the
+    later ones for any shape.
+    """
+    return torch.compile(function, fullgraph=True, dynamic=False)
 
 
 def _relative(found: Tensor, expected: Tensor) -> float:

@@ -7,6 +7,7 @@ import re
 import runpy
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -318,6 +319,24 @@ def test_uses_are_those_of_the_model() -> None:
         for _ in range(use.calls)
     ]
     assert sorted(calls) == sorted(expected)
+
+
+def test_each_use_of_attention_compiles_for_its_own_shapes(task: GemTask, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs: list[Any] = []
+
+    def backend(graph: Any, given: Any) -> Any:
+        inputs.extend(given)
+        return graph.forward
+
+    config = task.preset.model
+    monkeypatch.setattr(gem_attention.torch, "compile", partial(torch.compile, backend=backend))
+    lengths = gem_attention.even_lengths(4, config.max_tokens)
+    for use in gem_attention.uses(config):
+        case = gem_attention.Case(config, use, lengths, torch.device("cpu"), torch.float32)
+        for function in (case.padded, case.jagged):
+            case.step(gem_attention.compiled(function))
+    assert len(inputs) > 6
+    assert all(isinstance(given, torch.Tensor) for given in inputs), "a size among the inputs is a dynamic one"
 
 
 def test_attention_kernels_are_told_from_the_rest_by_their_names() -> None:
