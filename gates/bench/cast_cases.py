@@ -22,6 +22,7 @@ from ...precision.spec import Spec
 SCALES = {
     "delayed": "fp8_e4m3+delayed(16)",
     "tensor": "fp8_e4m3",
+    "clipped": "fp8_e4m3+clip(rms=1024)",
     "row": "fp8_e4m3/row",
     "1x128": "fp8_e4m3/1x128",
     "128x128": "fp8_e4m3/128x128",
@@ -113,8 +114,8 @@ class CastCase:
 
     @property
     def passes(self) -> int:
-        """How often the inputs must be read: twice where the largest value, perhaps the last one, decides the scale."""
-        return 2 if self.scale in ("tensor", "row") else 1
+        """How often the inputs must be read: twice where what may be the last value decides the scale or the clip."""
+        return 2 if self.scale in ("tensor", "clipped", "row") else 1
 
     def bytes(self, leaves: Sequence[Tensor], outputs: Sequence[Tensor]) -> int:
         """Bytes that must move: passes x inputs read, and codes and scales written."""

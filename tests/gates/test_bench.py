@@ -45,7 +45,7 @@ def test_casts_are_rows_of_a_document_that_claim_nothing_on_a_cpu(narrowgate):
     assert found["command"] == "narrowgate bench casts --case 'cast*' --quick --device cpu"
     assert {"date", "machine", "versions"} <= found.keys()
     rows = found["rows"]
-    assert len(rows) == 2 * 5 * 2
+    assert len(rows) == 2 * 6 * 2
     for row in rows:
         assert row["ms"] > 0
         assert row["host_us"] > 0
@@ -58,6 +58,7 @@ def test_casts_are_rows_of_a_document_that_claim_nothing_on_a_cpu(narrowgate):
     # Read once or twice, written as codes for both contractions, and scales.
     ("delayed", "bf16", M * N * (2 + 2) + 4),
     ("tensor", "bf16", M * N * (2 * 2 + 2) + 4),
+    ("clipped", "bf16", M * N * (2 * 2 + 2) + 4),
     ("row", "fp32", M * N * (2 * 4 + 2) + 4 * (M + N)),
     ("1x128", "bf16", M * N * (2 + 2) + 4 * (M * 2 + 2 * N)),
     ("128x128", "fp32", M * N * (4 + 2) + 4 * 2 * 2),
@@ -172,7 +173,7 @@ def test_wrong_codes_fail_the_command(narrowgate, monkeypatch):
     code, text, errors = narrowgate("bench", "casts", *ON_CPU, "--case", "cast*bf16")
     assert code == 4
     assert "NO" in text
-    assert errors.count("not the reference's") == 10
+    assert errors.count("not the reference's") == 12
 
 
 def test_every_benchmark_runs_on_a_cpu_and_says_what_is_emulated(narrowgate, tmp_path):
