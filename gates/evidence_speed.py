@@ -96,6 +96,7 @@ def module_level(m: Measurements, alpha: float) -> Level:
             "no_gpu": "this run had no GPU",
             "emulated": f"{m.device} emulates part of the recipe: {'; '.join(m.emulated)}",
             "nothing_lowered": "the recipe lowers no layer",
+            "failed": found.why or "it failed",
         }
         return absent(whys.get(found.status, "skipped on request"))
     if not found.modules:

@@ -53,6 +53,8 @@ def judge_module_time(m: Measurements, policy: Policy, levels: Levels) -> Judgem
 
     if found.status in _ABSENT:
         return result("undecided", _ABSENT[found.status])
+    if found.status == "failed":
+        return result("undecided", ("modules_failed", f"Modules alone could not be timed: {found.why}."))
     if m.emulated:
         text = f"Modules alone were not judged either: {m.device} emulates part of the recipe."
         return result("undecided", ("emulated", text))

@@ -276,7 +276,9 @@ class ModuleLeft(ModuleRegion):
 class ModuleTime(Record):
     """The experiment on modules alone, or why there was none."""
 
-    status: Literal["measured", "no_gpu", "emulated", "skipped", "nothing_lowered"]
+    status: Literal["measured", "no_gpu", "emulated", "skipped", "nothing_lowered", "failed"]
+    #: Why no region could be found, where that failed.
+    why: str | None = None
     #: Heaviest first.
     modules: tuple[ModuleRun, ...] = ()
     left_out: tuple[ModuleLeft, ...] = ()

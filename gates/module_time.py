@@ -107,9 +107,13 @@ def measure_module_time(
             return baseline.task.loss(models[0], batch)
 
     timer = AheadTimer(device)
+    regions: list[Found] = []
     with honest_compilation():
-        regions = find_regions(models[0], loss, plan)
-        found = time_regions(regions, models, device, timer, limits, told, compiled=bool(baseline.compiled))
+        why = _failure(lambda: regions.extend(find_regions(models[0], loss, plan)), "noting a step failed")
+        if why is None:
+            found = time_regions(regions, models, device, timer, limits, told, compiled=bool(baseline.compiled))
+        else:
+            found = ModuleTime(status="failed", why=why)
     for arm in (baseline, candidate):
         arm.park()
     update = {"seconds": time.perf_counter() - started, "clocks_note": timer.note}
@@ -197,14 +201,14 @@ def _quartet(ready: _Ready, timer: Timer, number: int, limits: SpeedPlan) -> Non
     ready.release()
 
 
-def _failure(work: Callable[[], object]) -> str | None:
-    """Do ``work``; return why it failed, None where it did not. A region that fails takes no other one with it."""
+def _failure(work: Callable[[], object], what: str = "it does not run alone") -> str | None:
+    """Do ``work``; return why it failed, None where it did not. What fails here takes nothing else with it."""
     try:
         work()
     except torch.OutOfMemoryError:
         why = "the GPU's memory ran out"
     except Exception as error:  # whatever a compiler or a user's module raises
-        why = f"it does not run alone: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        why = f"{what}: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
     else:
         return None
     gc.collect()

@@ -141,6 +141,7 @@ def test_an_interval_that_holds_the_threshold_is_undecided_and_says_what_would_d
         (ModuleTime(status="no_gpu"), {}, "no_gpu"),
         (ModuleTime(status="skipped"), {}, "speed_not_measured"),
         (ModuleTime(status="nothing_lowered"), {}, "nothing_lowered"),
+        (ModuleTime(status="failed", why="the GPU's memory ran out"), {}, "modules_failed"),
         (ModuleTime(status="emulated"), {"emulated": ("mxfp4 on Hopper",)}, "emulated"),
         # Times that were measured all the same say nothing where a format is emulated.
         (timed(run("a", 3.0, 1.0)), {"emulated": ("mxfp4 on Hopper",)}, "emulated"),
@@ -352,6 +353,29 @@ def test_the_arms_of_a_run_are_timed_on_the_first_batch_and_parked(room: Path, m
     assert found.seconds > 0
     assert found.clocks_note == Timer.note
     assert all(p.grad is None for arm in arms for p in arm.module(0).parameters())
+
+
+def test_a_step_that_cannot_be_noted_fails_the_gate_alone(room: Path, monkeypatch, measurements, make_report) -> None:
+    def fail(*_: Any) -> Any:
+        raise TypeError("no strides\nhere")
+
+    class Timer(HostTimer):
+        note = None
+
+        def __init__(self, device: torch.device) -> None:
+            super().__init__()
+
+    monkeypatch.setattr(module_time, "AheadTimer", Timer)
+    monkeypatch.setattr(module_time, "find_regions", fail)
+    task, recipe = load_task("ranker:good"), load_recipe("all-fp8.yaml")
+    plan = apply_recipe(task.build_model(), recipe)
+    found = measure_module_time(Arm(task, CPU), Arm(task, CPU, recipe), plan, FEW, lambda text: None)
+    assert (found.status, found.why) == ("failed", "noting a step failed: TypeError: no strides here")
+    report = make_report(measurements([0.0] * 8, module_time=found))
+    assert report.verdict == "inconclusive"
+    assert report.evidence.module.why == found.why
+    (reason,) = report.reasons
+    assert reason.text == "Modules alone could not be timed: noting a step failed: TypeError: no strides here."
 
 
 @pytest.fixture
