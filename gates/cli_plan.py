@@ -192,6 +192,8 @@ def plan_command(options: PlanOptions) -> None:
     stray = options.wire.stray()
     if stray is not None:
         raise NarrowgateError(f"found {stray} without --shards, expected both or neither")
+    if options.casts and options.wire.shards:
+        raise NarrowgateError("found --casts and --shards, which plans the wire instead, expected one of them")
     loaded, target = load_recipe(options.recipe), named_device(options.device)
     rates = None if options.rates is None else load_rates(options.rates)
     # Shapes are all that a plan needs, traced or not: a built-in model needs no weights.
@@ -223,11 +225,17 @@ _GPUS = (8, 64, 4096)
 
 def _print_wire(model: nn.Module, plan: Plan, options: PlanOptions) -> None:
     """Print what a sharded step puts on the wire, in every layout that was asked for."""
+    from ..precision.errors import NarrowgateError
     from ..recipes.topology import example_topology, load_topology
     from ..recipes.wire_plan import Layout, predict_wire
     from ..recipes.wire_units import Sharding
 
     asked = options.wire
+    most = max(asked.gpus or _GPUS)
+    if asked.shard_group is not None and asked.shard_group > most:
+        raise NarrowgateError(
+            f"--shard-group: found {asked.shard_group}, expected at most {most}, the GPUs planned for"
+        )
     topology = example_topology() if asked.links is None else load_topology(asked.links)
     sharding = Sharding(
         units=asked.units or None,

@@ -124,6 +124,11 @@ def test_gradients_that_travel_as_codes_stand_beside_those_that_do_not(gathered:
     ("arguments", "message"),
     [
         (("--gpus", "8"), "found --gpus without --shards, expected both or neither"),
+        (("--shards", "--casts"), "found --casts and --shards, which plans the wire instead, expected one of them"),
+        (
+            ("--shards", "--shard-group", "16", "--gpus", "8"),
+            "--shard-group: found 16, expected at most 8, the GPUs planned for",
+        ),
         (("links.yaml",), "found LINKS 'links.yaml' without --shards, expected both or neither"),
         (("--shards", "absent.yaml"), "absent.yaml: No such file or directory; expected a file of links between GPUs"),
         (("--shards", "gathered.yaml"), "gathered.yaml:1:1: recipe: unknown field"),
