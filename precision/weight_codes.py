@@ -6,13 +6,14 @@ the buffers hold the codes of the weight as it is now, and casts it anew where t
 
 - no optimizer has stepped the weight since (a post-step hook of ``torch.optim`` says so),
 - the weight lies where it lay, and its version counter stands where it stood: ``load_state_dict``, an average of the
-  weights swapped in and any other write that PyTorch knows of move one of the two,
+  weights swapped in and any other write that autograd would know of move one of the two,
 - the same stream asks.
 
-Within the capture of a CUDA graph the cast is always launched, so that each replay sees the weight of its time, and
-codes that were ever captured are not trusted again. Only training forwards keep codes: evaluation, and every layer that
-was not asked to keep any, casts at each use. What no check can see is a write through ``weight.data`` between two
-micro-batches of one step: :func:`forget_weight_codes` after it.
+Within the capture of a CUDA graph the cast is always launched, so that each replay sees the weight of its time. Nobody
+counts replays, so codes that were ever captured are not trusted again, nor are those of a weight whose optimizer's step
+was. Only training forwards keep codes: evaluation, and every layer that was not asked to keep any, casts at each use.
+What no check can see is a write between two micro-batches of one step that leaves the version counter alone: through
+``weight.data``, by a collective of ``torch.distributed``, in a replay. :func:`forget_weight_codes` after it.
 
 The operator writes to its buffers though its schema does not say so. They are a cache: nothing reads them but this
 operator, which checks first, so no order of calls can show the difference; and a compiler that knew of the writes would
@@ -50,7 +51,7 @@ class _Stamp:
     filled: bool = False
     version: int = 0
     stream: int = 0
-    #: Written within a CUDA graph, whose replays nobody counts.
+    #: These, or the weight, are written within a CUDA graph, whose replays nobody counts.
     captured: bool = False
 
 
@@ -103,6 +104,7 @@ class WeightCodes:
         """Have the next use cast anew; from now on of the Parameter ``weight``."""
         stamp = _STAMPS[self.buffers[0].data_ptr()]
         stamp.home, stamp.filled = weight.data_ptr(), False
+        stamp.captured |= _capturing(weight)
 
 
 def can_keep(config: LinearConfig, weight: Tensor | None) -> bool:
@@ -187,10 +189,8 @@ def _product_fake(first: Tensor, first_scale: Tensor, weight: Tensor, *others: A
 
 def _bring_up_to_date(weight: Tensor, buffers: list[Tensor], rows: Spec, columns: Spec | None, same: bool) -> None:
     stamp = _STAMPS.get(buffers[0].data_ptr())
-    version, stream, capturing = _version(weight), 0, False
-    if weight.is_cuda:
-        stream = torch._C._cuda_getCurrentRawStream(weight.device.index)
-        capturing = torch.cuda.is_current_stream_capturing()
+    version, capturing = _version(weight), _capturing(weight)
+    stream = torch._C._cuda_getCurrentRawStream(weight.device.index) if weight.is_cuda else 0
     at_home = stamp is not None and weight.data_ptr() == stamp.home
     current = stamp is not None and (True, version, stream) == (stamp.filled, stamp.version, stamp.stream)
     if current and at_home and not capturing:
@@ -218,6 +218,10 @@ def _cast_into(weight: Tensor, buffers: list[Tensor], rows: Spec, columns: Spec 
     for buffer, found in zip(buffers, made, strict=True):
         if buffer.numel():
             buffer.copy_(found)
+
+
+def _capturing(weight: Tensor) -> bool:
+    return weight.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _version(weight: Tensor) -> int:

@@ -320,7 +320,9 @@ class Plan:
         return optimizer
 
     def refresh(self) -> None:
-        """Quantize weights anew at their next use, after writes that nothing could see: through ``weight.data``.
+        """Quantize weights anew at their next use, after writes that nothing could see.
+
+        Those leave a tensor's version counter alone: through ``weight.data``, or by a collective.
 
         Only weights that ``wrap_optimizer(..., keep_weights=True)`` keeps need it; all others are quantized at each
         use, and every use that a CUDA graph captured quantizes too.
