@@ -315,6 +315,8 @@ def _keys(optimizer: Optimizer, parameters: Sequence[Tensor]) -> dict[Tensor, Te
         counted = torch.stack([local(step) for step in steps]).to(device=device, dtype=torch.int64)
         keys = call_key(torch.stack([storage.key(parameter) for parameter in alike]), counted[:, None])
         assert isinstance(keys, Tensor)
+        # Each on 16 bytes of its own: kernels launch fast on aligned addresses only.
+        keys = torch.stack((keys, keys), -1)[..., 0]
         found |= dict(zip(alike, keys.unbind(), strict=True))
     return found
 

@@ -104,7 +104,9 @@ def quantize_rows(
     if spec.granularity == "tensor":
         # As a delayed scale, an amax from elsewhere has a kernel that reads the values once.
         history = AmaxHistory(1, rows.device)
-        history.history, history.recording = amax.reshape(1), False
+        # Not the tensor itself, a part of a joint all-reduce: kernels launch fast on aligned addresses only.
+        history.history.copy_(amax)
+        history.recording = False
         found = _quantize(rows, Request(replace(spec, delayed=1), history=history))
         return replace(found, spec=spec)
     if reaches == "tensor":

@@ -498,6 +498,24 @@ def test_other_misuse_is_one_clear_line():
             lower_state(Adam(model.parameters()), spec)
 
 
+def test_keys_reach_the_kernels_at_aligned_addresses(monkeypatch):
+    seen = []
+    original = optimizer_state.store
+
+    def spied(name, values, spec, place, key):
+        if key is not None:
+            seen.append(key.data_ptr() % 16)
+        return original(name, values, spec, place, key)
+
+    model = Net()
+    optimizer = lowered(model, "bf16+sr")
+    monkeypatch.setattr(optimizer_state, "store", spied)
+    backward(model, 0)
+    optimizer.step()
+    assert len(seen) == 2 * len(list(model.parameters()))
+    assert not any(seen)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {"foreach": True, "capturable": True}])
 @pytest.mark.parametrize("spec", ["bf16+sr", "fp8_e4m3/1x128", "fp8_e4m3/1x128+sr"])

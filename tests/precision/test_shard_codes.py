@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from narrowgate.precision import Spec, quantize
+from narrowgate.precision import Spec, quantize, shard_codes
 from narrowgate.precision.shard_codes import own_amax, quantize_rows, reach
 
 SPECS = ["fp8_e4m3", "fp8_e5m2+pow2", "fp6_e2m3", "fp4_e2m1/128x128", "fp8_e4m3/row", "fp8_e4m3/1x16",
@@ -55,3 +55,18 @@ def test_shards_have_the_codes_and_scales_of_the_whole(device, spec, count, lost
         for part in found:
             assert part.tensor_scale is None or torch.equal(part.tensor_scale, whole.tensor_scale)
             assert (part.tensor_scale is None) == (whole.tensor_scale is None)
+
+
+def test_a_joint_maximum_reaches_the_kernels_at_an_aligned_address(monkeypatch):
+    seen = []
+    original = shard_codes.quantize_both
+
+    def spied(x, rows, columns):
+        seen.append(rows.history.history.data_ptr() % 16)
+        return original(x, rows, columns)
+
+    monkeypatch.setattr(shard_codes, "quantize_both", spied)
+    for amax in torch.tensor([1.0, 2.0, 3.0]).unbind():
+        found = quantize_rows(torch.ones(4, 8), Spec.parse("fp8_e4m3"), (8, 8), 0, "tensor", amax)
+        assert found.scale == amax / 448
+    assert seen == [0, 0, 0]
