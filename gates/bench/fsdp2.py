@@ -153,13 +153,13 @@ def measure_sharded(
         case: the model.
         groups: (FP8 payload, the same products with BF16 payload, ...) each.
         mesh: of all ranks, one dimension.
-        settings: how; ``seconds`` is what the case may take.
+        settings: how; ``seconds`` is what the case may take once the BF16 model is compiled.
     """
     result = ShardedResult()
     timer = RankTimer(CudaTimer(settings.device) if settings.gpu else HostTimer(), settings.device)
-    began = timer.now()
     with honest_compilation():
         bf16 = _make(ShardedArm("bf16", "bf16", coded=False), case, mesh, settings)
+        began = timer.now()
         for number, group in enumerate(groups or [()]):
             spent = timer.now() - began
             if number and spent > settings.seconds:

@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from narrowgate.gates.bench import fsdp2
 from narrowgate.gates.bench.fsdp2_arms import VARIANTS, ShardedArm, pick_groups, recipe, tower
 from narrowgate.gates.bench.fsdp2_gather import fit_links
+from narrowgate.gates.bench.gem import GemSettings
 from narrowgate.precision.errors import NarrowgateError
 from narrowgate.precision.spec import Spec
 from narrowgate.recipes import resolve
@@ -179,3 +181,33 @@ def test_two_gpus_measure_what_a_payload_saves(tmp_path: Path) -> None:
     steps = [row for row in json.loads(out.read_text())["rows"] if not row["case"].startswith("gather")]
     assert all(row["ratio"] > 0 and row["ci"][0] <= row["ratio"] <= row["ci"][1] for row in steps)
     assert any(row.get("ratio_to_bf16_payload") for row in steps)
+
+
+def test_compiling_bf16_takes_nothing_from_the_time_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, shares = [0.0], list[float]()
+
+    class Timer:
+        def __init__(self, *_: Any) -> None: ...
+
+        def now(self) -> float:
+            return clock[0]
+
+        def clocks(self) -> None: ...
+
+    def make(*_: Any) -> None:
+        clock[0] += 1000.0
+
+    def measure(*arguments: Any) -> None:
+        shares.append(arguments[-1])
+        clock[0] += 40.0
+
+    monkeypatch.setattr(fsdp2, "RankTimer", Timer)
+    monkeypatch.setattr(fsdp2, "_make", make)
+    monkeypatch.setattr(fsdp2, "_measure_group", measure)
+    case = tower("tower", (4, 16, 16, 1), CPU, 0)
+    settings = GemSettings(CPU, lambda line: None, seconds=60.0)
+    groups = pick_groups(["fp8_tensor", "fp8_row", "fp8_128x128"], ["narrowgate"])
+    mesh: Any = None
+    found = fsdp2.measure_sharded(case, groups, mesh, settings)
+    assert shares == [20.0, 10.0], "what is left is shared evenly"
+    assert [entry["reason"] for entry in found.skipped] == ["the time allowed was over"] * 2
