@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,7 +12,6 @@ import torch
 from narrowgate.precision import quantize
 from narrowgate.recipes import recipe_state
 
-_SCRIPT = Path(__file__).with_name("checkpoint.py")
 #: Seconds for all stages. A collective that lacks a rank gives up after 20 (see the script), and all end with it.
 _LIMIT = 120
 
@@ -23,30 +19,16 @@ pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="th
 
 
 @pytest.fixture(scope="module")
-def script() -> ModuleType:
+def script(load_script: Callable[[str], ModuleType]) -> ModuleType:
     """The script as a module, for the same training in this process."""
-    spec = importlib.util.spec_from_file_location("narrowgate_distributed_checkpoint", _SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("checkpoint")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, run_script: Callable[..., None]) -> Path:
     """Where the script's stages left their checkpoints and what they found."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    environment = {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo", **os.environ}
-    ran = subprocess.run(
-        [sys.executable, str(_SCRIPT), str(folder)],
-        env={**environment, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=_LIMIT,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr[-4000:]
+    run_script("checkpoint", folder, limit=_LIMIT)
     return folder
 
 

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -17,32 +13,20 @@ from narrowgate.models.embedding_exchange import Wire, place_tables, shard_table
 from narrowgate.precision import quantize
 from narrowgate.precision.errors import NarrowgateError
 
-SCRIPT = Path(__file__).with_name("exchange.py")
 CASES = ("fp32", "bf16", "fp8", "fp8_both", "fp8_random")
 
 
 @pytest.fixture(scope="module")
-def script() -> ModuleType:
+def script(load_script: Callable[[str], ModuleType]) -> ModuleType:
     """The script as a module, for the same cases in this process."""
-    spec = importlib.util.spec_from_file_location("narrowgate_embedding_exchange", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("exchange")
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def ranks(tmp_path_factory: pytest.TempPathFactory, run_script: Callable[..., None]) -> list[dict[str, Any]]:
     """What each of two ranks found."""
-    if not torch.distributed.is_available():
-        pytest.skip("this PyTorch has no torch.distributed")
     folder = tmp_path_factory.mktemp("exchange")
-    loopback = "lo0" if sys.platform == "darwin" else "lo"
-    environment = {"GLOO_SOCKET_IFNAME": loopback, **os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(SCRIPT), str(folder)]
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
-    assert ran.returncode == 0, ran.stderr[-4000:]
+    run_script("exchange", folder, limit=120)
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
 
 
