@@ -31,7 +31,7 @@ from .gemm import as_dtype
 from .grouped_gemm import columns_product, dense_columns_product, rows_product
 from .grouped_operands import Forward, GroupedOperand, prepare_matrices, prepare_rows
 from .grouped_rows import Groups, check_offsets, host_sizes
-from .layer import LayerState, LowPrecisionLayer, layer_state, swap
+from .layer import LayerState, LowPrecisionLayer, autocast_device, layer_state, swap
 from .linear import linear_product
 from .spec import Spec
 
@@ -110,7 +110,7 @@ class LowPrecisionGroupedLinear(LowPrecisionLayer, GroupedLinear):
         if grouped:
             ends, dtype = check_offsets(offsets, x), _output_dtype(x)
             # Autocast must not touch the GEMMs inside: their dtypes are the recipe's.
-            with torch.autocast(x.device.type, enabled=False):
+            with torch.autocast(autocast_device(x), enabled=False):
                 out = _GroupedFunction.apply(
                     x, self.weight, ends, draw if state.stochastic else None, state, dtype, recording
                 )
@@ -126,7 +126,7 @@ class LowPrecisionGroupedLinear(LowPrecisionLayer, GroupedLinear):
 def dense_grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:
     """:meth:`GroupedLinear.forward` in BF16, grouped: x [T, K], weight [E, N, K], bias [E, N] -> BF16 [T, N]."""
     ends = check_offsets(offsets, x)
-    with torch.autocast(x.device.type, enabled=False):
+    with torch.autocast(autocast_device(x), enabled=False):
         out = _DenseFunction.apply(x, weight, ends)
         return out if bias is None else _AddBias.apply(out, bias, ends)
 
@@ -198,7 +198,7 @@ class _GroupedFunction(torch.autograd.Function):
         forward = Forward(state, Groups(ends, ctx.rows), draw, ctx.recording)
         needs_dx, needs_dw = ctx.needs_input_grad[:2]
         dx = dw = None
-        with torch.autocast(dy.device.type, enabled=False):
+        with torch.autocast(autocast_device(dy), enabled=False):
             dy_dgrad, dy_wgrad = prepare_rows(
                 dy, ("dgrad", 0) if needs_dx else None, ("wgrad", 0) if needs_dw else None, forward
             )
@@ -232,7 +232,7 @@ class _DenseFunction(torch.autograd.Function):
         x, weight, ends = ctx.saved_tensors
         groups = Groups(ends, x.shape[0])
         dx = dw = None
-        with torch.autocast(dy.device.type, enabled=False):
+        with torch.autocast(autocast_device(dy), enabled=False):
             rows = _dense("rows", dy)
             if ctx.needs_input_grad[0]:
                 dx = rows_product(rows, _dense("matrices", weight.mT), groups, fast=False, out_dtype=ctx.x_dtype)
@@ -256,7 +256,7 @@ class _AddBias(torch.autograd.Function):
         (ends,) = ctx.saved_tensors
         dbias = None
         if ctx.needs_input_grad[1]:
-            with torch.autocast(dy.device.type, enabled=False):
+            with torch.autocast(autocast_device(dy), enabled=False):
                 # A sum over each group is a product with ones: in one order, where adding by index has none.
                 rows = dy.to(torch.bfloat16)
                 dbias = dense_columns_product(rows.new_ones(rows.shape[0], 1), rows, Groups(ends, rows.shape[0]))
@@ -273,7 +273,7 @@ def _fast(gemm: GemmConfig) -> bool:
 
 
 def _output_dtype(x: Tensor) -> torch.dtype:
-    device = x.device.type
+    device = autocast_device(x)
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 

@@ -69,6 +69,7 @@ def plan_casts(
     for name, module, _ in named_modules(traced):
         if isinstance(module, LowPrecisionLayer):
             state = layer_state(module)
+            state.here = device
             state.native = {path: gemm_support(gemm, device).native for path, gemm in state.config.gemms()}
             names[str(id(module))] = name
             weight = module._parameters.get("weight")
@@ -125,18 +126,25 @@ def _casts(
     from ..precision.kernels.program import Program
 
     remove_noop_ops(graph)
-    casts = [(node, source_of(node)) for node in casts_of(graph)]
+    casts = [(node, _unviewed(source_of(node))) for node in casts_of(graph)]
     fuse_casts(graph)
     for node, source in casts:
         name = _layer(node, names)
         if name is None:
             continue
-        from_memory = source.op == "placeholder"
-        weight = from_memory and tuple(source.meta["val"].shape) == shapes.get(name)
+        weight = source.op == "placeholder" and tuple(source.meta["val"].shape) == shapes.get(name)
         tensor = "weight" if weight else "grad" if backward else "input"
         program = Program.parse(program_of(node))
         operations = tuple(step.op for step in program.instructions)
         yield CastPlan(name, tensor, operations + ("cat",) * (program.pieces > 1))
+
+
+def _unviewed(node: fx.Node) -> fx.Node:
+    """What a node looks at: the matrices of experts are cast as the rows of one."""
+    aten = torch.ops.aten
+    while node.target in (aten.view.default, aten.reshape.default, aten._unsafe_view.default):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
 
 
 def _layer(node: fx.Node, names: Mapping[str, str]) -> str | None:

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from narrowgate.precision.capability import named_device
 from narrowgate.precision.errors import NarrowgateError
+from narrowgate.precision.grouped import GroupedLinear
 from narrowgate.recipes import Recipe, Rule, plan_casts, resolve
 from torch import nn
 
@@ -68,3 +69,29 @@ def test_the_plan_shows_them(capsys):
     assert {(cast["layer"], cast["tensor"]) for cast in plan.to_dict()["casts"] if cast["fused"]} == {
         ("0.up", "input"), ("0.up", "grad"), ("0.down", "input")
     }  # fmt: skip
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = GroupedLinear(4, 64, 96), GroupedLinear(4, 96, 64)
+
+    def forward(self, x, ends):
+        return self.down(F.silu(self.up(x, ends)), ends)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_experts_are_planned_as_the_planned_device_multiplies_them(device):
+    """All in one product, so that no offsets are read and one graph holds the casts."""
+    model = Experts().to(device, torch.bfloat16)
+    x = torch.randn(40, 64, device=device).bfloat16().requires_grad_()
+    ends = torch.tensor([8, 16, 16, 40], dtype=torch.int32, device=device)
+    casts = plan_casts(
+        model, recipe("fp8_e4m3/row"), lambda traced: traced(x, ends).float().sum(), device=named_device("h200")
+    )
+    fused = {(cast.layer, cast.tensor): cast.fused for cast in casts}
+    assert fused == {
+        (layer, tensor): (layer, tensor) == ("down", "input")
+        for layer in ("up", "down")
+        for tensor in ("input", "weight", "grad")
+    }
