@@ -8,6 +8,7 @@ zeros, which change no amax and are cut off again.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -50,7 +51,9 @@ class Grouping:
             if torch.compiler.is_compiling() and x.device.type == "cpu":
                 # Inductor's C++ backend splits an axis that is divided by the block length, and leaves a ragged rest
                 # uncomputed (try_loop_split, torch 2.13). as_strided makes it finish the padded tensor first.
-                x = x.contiguous().as_strided(x.shape, x.contiguous().stride())
+                # Its strides are computed: a backward that asks a tensor for them is traced anew by Dynamo, which then
+                # leaves autocast switched off.
+                x = x.contiguous().as_strided(x.shape, [math.prod(x.shape[i + 1 :]) for i in range(x.dim())])
             for axis, _ in self.splits:
                 x = x.narrow(axis, 0, self.shape[axis])
         return x

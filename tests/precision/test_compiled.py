@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from narrowgate.precision import AmaxHistory, Spec, call_key, quantize, roll, stream_key
+from narrowgate.precision import (
+    AmaxHistory,
+    GemmConfig,
+    LinearConfig,
+    Spec,
+    call_key,
+    lower_linear,
+    quantize,
+    roll,
+    stream_key,
+)
 
 SPECS = [
     "fp8_e4m3",
@@ -138,3 +148,17 @@ def test_the_gpu_gives_the_cpus_bits(spec, compiled):
             size = host.nan_to_num(0.0, 0.0, 0.0).abs().amax(1, keepdim=True)
             assert torch.equal(host.isnan(), device.cpu().isnan())
             assert ((host - device.cpu()).nan_to_num(0.0).abs() <= 1e-5 * size).all()
+
+
+def test_ragged_blocks_compile_within_autocast() -> None:
+    # Neither dimension is a multiple of 128, in forward or backward.
+    layer = torch.nn.Linear(64, 48)
+    blocks = GemmConfig(Spec.parse("fp8_e4m3/1x128"), Spec.parse("fp8_e4m3/1x128"))
+    lower_linear(layer, LinearConfig(blocks, blocks, blocks))
+    x = torch.randn(32, 64, requires_grad=True)
+    found = []
+    for run in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = run(x)
+        found.append([y, *torch.autograd.grad(y.float().square().sum(), [x, layer.weight])])
+    assert all(map(torch.equal, *found))
