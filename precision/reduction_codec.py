@@ -105,7 +105,7 @@ def encode(buffer: Tensor, pieces: Sequence[Piece], spec: Spec, seed: Callable[[
             values = quantized[piece].data.reshape(ranks, -1)
         else:
             values = _scales_by_rank(quantized[piece], piece, spec, ranks)
-        parts.append(values.contiguous().view(torch.uint8))
+        parts.append(_bytes(values))
     return torch.cat(parts, 1)
 
 
@@ -158,6 +158,13 @@ def _layout(
         parts.append((part, piece, first, first + size))
         first += size
     return parts, first
+
+
+def _bytes(values: Tensor) -> Tensor:
+    """[ranks, n] of any dtype as uint8 [ranks, n * bytes]."""
+    values = values.contiguous()
+    # Contiguous is a column of one element a row whatever its stride there, but bytes are viewed at a stride of 1 only.
+    return values.as_strided(values.shape, (values.shape[1], 1)).view(torch.uint8)
 
 
 def _quantize(buffer: Tensor, piece: Piece, spec: Spec, seed: Tensor | None) -> QuantizedTensor:

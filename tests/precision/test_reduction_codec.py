@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
-from narrowgate.precision import Spec, quantize
+from narrowgate.precision import Spec, quantize, reduction_codec
 from narrowgate.precision.reduction_codec import Piece, encode, line_bytes, pieces_of, sum_decoded
 from torch import Tensor
 
@@ -72,6 +73,21 @@ def test_the_sum_is_that_of_each_whole_gradient_quantized(device, spec, ranks, d
                 value = flat.dequantize().view(value.shape)
             expected += value.float()
         assert torch.equal(total, expected), index
+
+
+def test_scales_as_the_kernels_lay_them_travel_too(monkeypatch):
+    """Blocks of a row one after another: a row of one block has its scale at any stride."""
+    original = reduction_codec.quantize_both
+
+    def laid(x, rows, columns):
+        found, _ = original(x, rows, columns)
+        return replace(found, scale=found.scale.t().contiguous().t()), None
+
+    spec, gradients = Spec.parse("fp8_e4m3/1x128"), normal(2, [(1, 8), (2, 40), (6, 300)])
+    expected = reduce(gradients, spec, torch.float32, [0, 0])
+    monkeypatch.setattr(reduction_codec, "quantize_both", laid)
+    for a, b in zip(reduce(gradients, spec, torch.float32, [0, 0]), expected, strict=True):
+        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize(

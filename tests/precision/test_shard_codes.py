@@ -46,8 +46,10 @@ def test_shards_have_the_codes_and_scales_of_the_whole(device, spec, count, lost
             quantize_rows(shard, spec, (count, columns), first, reaches, amax)
             for shard, first in zip(shards, firsts, strict=True)
         ]
-        codes = torch.cat([part.data.view(torch.uint8) for part in found])
-        assert torch.equal(codes, whole.data.view(torch.uint8))
+        unequal = torch.cat([part.data.view(torch.uint8) for part in found]) != whole.data.view(torch.uint8)
+        if spec.fmt.element.bits == 8:  # under a NaN scale no code means anything, and kernels have their own
+            unequal &= ~whole.dequantize().isnan()
+        assert not unequal.any()
         scales = [part.scale for part in found if part.scale is not None]
         joined = reaches != "blocks" and spec.granularity != "tensor"
         for scale in [torch.cat([raw(s) for s in scales])] if joined else map(raw, scales):
