@@ -42,9 +42,6 @@ def schema_names(incomplete: str) -> list[str]:
     return [name for name in SCHEMAS if name.startswith(incomplete)]
 
 
-Model = Annotated[
-    str, typer.Option(help="A built-in model, for example gem-tiny or gem-small.", autocompletion=model_names)
-]
 Json = Annotated[bool, typer.Option("--json", help="Print machine-readable JSON on standard output.")]
 # typer evaluates these annotations on Python 3.10 too.
 Backend = Annotated[

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
-from .cli_options import Backend, Json, Model, device_names, recipe_names
+from .cli_options import Backend, Json, device_names, model_names, recipe_names
 
 if TYPE_CHECKING:
     from torch import nn
@@ -29,7 +29,10 @@ def plan(
         Optional[str],  # noqa: UP045
         typer.Argument(metavar="LINKS", help="With --shards: a file of bandwidths and latencies between GPUs."),
     ] = None,
-    model: Model = "gem-tiny",
+    model: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="A built-in model, for example gem-small [default: gem-tiny].", autocompletion=model_names),
+    ] = None,
     data: Annotated[
         Optional[str],  # noqa: UP045
         typer.Option(
@@ -164,7 +167,7 @@ class PlanOptions:
     """What ``plan`` was asked; fields are the options of the command line."""
 
     recipe: str
-    model: str
+    model: str | None
     data: str | None
     task: str | None
     device: str
@@ -189,6 +192,8 @@ def plan_command(options: PlanOptions) -> None:
     if traced and options.rows is not None:
         other = "--trace" if options.trace else "--data, which traces a batch"
         raise NarrowgateError(f"found --rows and {other}, expected one of them")
+    if options.task is not None and options.model is not None:
+        raise NarrowgateError("plan: --task brings its own model; leave out --model")
     stray = options.wire.stray()
     if stray is not None:
         raise NarrowgateError(f"found {stray} without --shards, expected both or neither")
@@ -198,7 +203,9 @@ def plan_command(options: PlanOptions) -> None:
     rates = None if options.rates is None else load_rates(options.rates)
     # Shapes are all that a plan needs, traced or not: a built-in model needs no weights.
     device = "meta" if options.task is None else "cpu"
-    source = TaskSource(task=options.task, model=options.model, data=options.data or "synthetic", device=device)
+    source = TaskSource(
+        task=options.task, model=options.model or "gem-tiny", data=options.data or "synthetic", device=device
+    )
     task = source.open()
     built = task.build_model()
     rows = trace_rows(task, built) if traced else options.rows

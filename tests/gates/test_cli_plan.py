@@ -46,6 +46,7 @@ def test_a_plan_is_priced_by_a_traced_batch(capsys: Any, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (("--task", "ranker:make", "--model", "gem-tiny"), "plan: --task brings its own model; leave out --model"),
         (("--rows", "5", "--trace"), "found --rows and --trace, expected one of them"),
         (("--rows", "5", "--data", "synthetic"), "found --rows and --data, which traces a batch, expected one of them"),
         (("--rows", "5", "--rates", "none.json"), "none.json: No such file or directory; expected a file of measured"),
