@@ -117,6 +117,7 @@ def test_gathers_alone_say_what_they_carry(dry: dict[str, Any]) -> None:
     [
         (None, DRY, "found no job, expected torchrun --standalone --nproc-per-node 2 scripts/bench_fsdp2"),
         ({"WORLD_SIZE": "2"}, ("--device", "cpu"), "a CPU measures nothing: expected --tiny"),
+        ({"WORLD_SIZE": "2"}, (*DRY, "--rounds", "0"), "--rounds: found 0, expected at least 1"),
     ],
 )
 def test_what_cannot_run_is_one_line(job: dict[str, str] | None, arguments: tuple[str, ...], message: str) -> None:

@@ -107,6 +107,8 @@ def test_a_gpu_is_measured_compiled_with_memory_and_breakdown(tmp_path: Path, mo
     ("arguments", "message"),
     [
         (("--device", "cpu"), "a CPU measures nothing: expected --tiny, or --stream"),
+        (("--device", "cpu", "--tiny", "--rounds", "1"), "--rounds: found 1, expected at least 2"),
+        (("--device", "cpu", "--tiny", "--steps", "0"), "--steps: found 0, expected at least 1"),
         (("--device", "cpu", "--tiny", "--arms", "gem-fp9"), "found 'gem-fp9'; did you mean 'gem-fp8'?"),
     ],
 )
