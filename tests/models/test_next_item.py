@@ -222,3 +222,11 @@ def test_settings_of_the_quality_table_are_chosen_on_whole_questions(movielens: 
     ratings = read_ml_1m(folder)
     earlier, later = split(ratings)
     assert (len(earlier), len(later)) == (6 * 14, 6 * 2)
+
+
+def test_a_quality_table_on_an_absent_gpu_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    script = Path(__file__).parents[2] / "scripts" / "quality_table"
+    monkeypatch.setattr("sys.argv", [str(script), "--device", "cuda"])
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert runpy.run_path(str(script))["main"]() == 2
+    assert capsys.readouterr().err == "quality_table: error: --device cuda: PyTorch finds no CUDA device here\n"
