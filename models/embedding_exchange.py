@@ -105,7 +105,9 @@ class Wire:
         """Uint8 [n, row_bytes(d)] -> [n, d], FP32."""
         end = width * self.dtype.itemsize
         codes = payload[:, :end].contiguous().view(self.dtype)
-        scale = None if self.spec.high_precision else payload[:, end:].contiguous().view(torch.float32)
+        # A copy always: of a single row the part is contiguous already, at an address that need not be a multiple of 4.
+        parts = payload[:, end:].clone(memory_format=torch.contiguous_format)
+        scale = None if self.spec.high_precision else parts.view(torch.float32)
         shape = (payload.shape[0], width)
         return QuantizedTensor(codes, scale, None, self.spec, 1, shape).dequantize()
 

@@ -127,6 +127,15 @@ def test_a_sharded_model_trains_as_the_whole_one(ranks: list[Any], script: Modul
         torch.testing.assert_close(together[name], value, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("rows", [0, 1, 2])
+@pytest.mark.parametrize("spec", ["fp32", "bf16", "fp8_e4m3/row"])
+def test_few_rows_of_any_width_travel(spec: str, rows: int) -> None:
+    x, wire = torch.arange(5.0 * rows).view(rows, 5), Wire(spec, "x")
+    payload = wire.pack(x)
+    assert payload.shape == (rows, wire.row_bytes(5))
+    assert torch.equal(wire.unpack(payload, 5), quantize(x, spec, dim=1).dequantize())
+
+
 def test_tables_go_where_least_lies() -> None:
     assert place_tables({"a": 5, "b": 9, "c": 4, "d": 4, "e": 1}, 2) == {"b": 0, "a": 1, "c": 1, "d": 0, "e": 1}
     assert set(place_tables({"a": 5, "b": 9}, 1).values()) == {0}
