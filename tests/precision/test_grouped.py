@@ -444,27 +444,38 @@ def check_bits(found, width: int, device: str) -> None:
     assert torch.equal(got, group_bits(*arguments, width))
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(
+on_hopper = pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9, reason="FP8 is grouped on Hopper"
 )
-@pytest.mark.parametrize("compiled", [False, True])
+
+
+@pytest.mark.gpu
+@on_hopper
 @pytest.mark.parametrize("offsets", OFFSETS)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_on_the_gpu_native_grouped_products_are_those_of_the_loop(name, offsets, compiled):
+def test_on_the_gpu_native_grouped_products_are_those_of_the_loop(name, offsets):
+    check_native(name, [offsets], compiled=False)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("name", CONFIGS)
+def test_on_the_gpu_one_compiled_graph_serves_all_offsets(name):
+    check_native(name, OFFSETS, compiled=True)
+
+
+def check_native(name, all_offsets, *, compiled):
     grouped = copy.deepcopy(layer(name, grouped=True, shape=(144, 72))).cuda()
     loop = copy.deepcopy(grouped)
     assert layer_state(grouped).here.kind == "cuda"
     layer_state(loop).here = NAMED_DEVICES["cpu"]
     run = torch.compile(grouped, fullgraph=True) if compiled else grouped
-    x, ends = rows(offsets, 144)
-    x, ends = x.cuda(), ends.cuda()
-    torch.cuda.synchronize()
-    expected = step(loop, x, ends)
-    found = step(run, x, ends, grouped)
-    alike(found, expected)
-    assert all(torch.equal(a, b) for a, b in zip(
-        layer_state(grouped).state_dict().values(), layer_state(loop).state_dict().values(), strict=True))  # fmt: skip
+    for offsets in all_offsets:
+        x, ends = (t.cuda() for t in rows(offsets, 144))
+        torch.cuda.synchronize()
+        alike(step(run, x, ends, grouped), step(loop, x, ends))
+        states = (layer_state(module).state_dict() for module in (grouped, loop))
+        assert all(torch.equal(a, b) for a, b in zip(*(state.values() for state in states), strict=True))
 
 
 @pytest.mark.gpu
