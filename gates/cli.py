@@ -8,7 +8,7 @@ from typing import Annotated, NoReturn, Optional
 import typer
 
 from . import exits
-from .cli_options import Backend, Json, benchmark_names, model_names, recipe_names, schema_names
+from .cli_options import Backend, Json, Model, Recipe, Task, benchmark_names, recipe_names, schema_names
 from .cli_plan import plan
 
 app = typer.Typer(
@@ -43,20 +43,14 @@ def gate(
             autocompletion=recipe_names,
         ),
     ] = None,
-    model: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(help="A built-in model, for example gem-small [default: gem-tiny].", autocompletion=model_names),
-    ] = None,
+    model: Model = None,
     data: Annotated[
         Optional[str],  # noqa: UP045
         typer.Option(
             help="Its input: synthetic, ml-100k:DIR, ml-1m:DIR, criteo:FILE or table:FILE [default: synthetic]."
         ),
     ] = None,
-    task: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(help="Your own model instead: package.module:factory. Runs that module's code."),
-    ] = None,
+    task: Task = None,
     policy: Annotated[
         Optional[str],  # noqa: UP045
         typer.Option(help="strict, standard or loose, or a YAML file [default: standard]."),
@@ -143,23 +137,15 @@ app.command()(plan)
 
 @app.command()
 def inspect(
-    recipe: Annotated[
-        str, typer.Argument(metavar="RECIPE", help="A built-in name or a file.", autocompletion=recipe_names)
-    ],
-    model: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(help="A built-in model, for example gem-small [default: gem-tiny].", autocompletion=model_names),
-    ] = None,
+    recipe: Recipe,
+    model: Model = None,
     data: Annotated[
         Optional[str],  # noqa: UP045
         typer.Option(
             help="Its input: synthetic, ml-100k:DIR, ml-1m:DIR, criteo:FILE or table:FILE [default: synthetic]."
         ),
     ] = None,
-    task: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(help="Your own model instead: package.module:factory. Runs that module's code."),
-    ] = None,
+    task: Task = None,
     steps: Annotated[int, typer.Option(min=1, help="Training steps to watch.")] = 10,
     seed: Annotated[int, typer.Option(min=0, help="Seed of weights, batches and dropout.")] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",

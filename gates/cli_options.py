@@ -48,3 +48,14 @@ Backend = Annotated[
     Optional[str],  # noqa: UP045
     typer.Option(help="Overrides the recipe's backend: native, torchao or transformer_engine."),
 ]
+Model = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option(help="A built-in model, for example gem-small [default: gem-tiny].", autocompletion=model_names),
+]
+Task = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option(help="Your own model instead: package.module:factory. Runs that module's code."),
+]
+Recipe = Annotated[
+    str, typer.Argument(metavar="RECIPE", help="A built-in name or a file.", autocompletion=recipe_names)
+]

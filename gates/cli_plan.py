@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
-from .cli_options import Backend, Json, device_names, model_names, recipe_names
+from .cli_options import Backend, Json, Model, Recipe, Task, device_names
 
 if TYPE_CHECKING:
     from torch import nn
@@ -22,27 +22,19 @@ if TYPE_CHECKING:
 
 
 def plan(
-    recipe: Annotated[
-        str, typer.Argument(metavar="RECIPE", help="A built-in name or a file.", autocompletion=recipe_names)
-    ],
+    recipe: Recipe,
     links: Annotated[
         Optional[str],  # noqa: UP045
         typer.Argument(metavar="LINKS", help="With --shards: a file of bandwidths and latencies between GPUs."),
     ] = None,
-    model: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(help="A built-in model, for example gem-small [default: gem-tiny].", autocompletion=model_names),
-    ] = None,
+    model: Model = None,
     data: Annotated[
         Optional[str],  # noqa: UP045
         typer.Option(
             help="Its input: synthetic, ml-100k:DIR, ml-1m:DIR, criteo:FILE or table:FILE; also traces one batch of it."
         ),
     ] = None,
-    task: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(help="Your own model instead: package.module:factory. Runs that module's code."),
-    ] = None,
+    task: Task = None,
     device: Annotated[
         str,
         typer.Option(help="Plan for h100, h200, b200, cpu, or auto: the one here.", autocompletion=device_names),

@@ -54,7 +54,8 @@ def trace_casts(task: Task, model: nn.Module, plan: Plan) -> tuple[CastPlan, ...
 
     if plan.backend != "native":
         raise NarrowgateError(f"backend {plan.backend} casts on its own, expected native to plan casts")
-    return plan_casts(model, plan.recipe, lambda traced: _step(task, traced)(), device=plan.device)
+    run = lambda traced: _step(task, traced)()  # noqa: E731
+    return plan_casts(model, plan.recipe, run, device=plan.device, rows=plan.rows, rates=plan.rates)
 
 
 def _step(task: Task, model: nn.Module) -> Callable[[], Tensor]:

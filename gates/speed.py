@@ -166,6 +166,26 @@ def run_quartet(
     )
 
 
+class HostTimer:
+    """The host's clock: for a device that has no events."""
+
+    def block(self, step: StepFunction, steps: int) -> BlockTime:
+        """Run ``steps`` steps and return their mean time."""
+        began = time.perf_counter()
+        for i in range(steps):
+            step(i)
+        ms = (time.perf_counter() - began) * 1000 / steps
+        return BlockTime(ms, ms)
+
+    def now(self) -> float:
+        """The host's monotonic clock."""
+        return time.perf_counter()
+
+    def clocks(self) -> Clocks | None:
+        """Nothing to read."""
+        return None
+
+
 def measure_step_time(
     baseline: Arm, candidate: Arm, plan: SpeedPlan, alpha: float, told: Callable[[int, float], None]
 ) -> StepTime:

@@ -112,7 +112,8 @@ class Trainer:
         if self.options.checkpoint:
             checkpoint_activations(self.model, self.options.checkpoint)
         optimizer = scheduled_optimizer(self.model, self.total_steps, task.preset.training)
-        several = self.options.accumulate > 1 or bool(self.options.checkpoint)
+        # Where kernels cast: elsewhere there is nothing to save.
+        several = task.device.type == "cuda" and (self.options.accumulate > 1 or bool(self.options.checkpoint))
         self.optimizer: Optimizer = (
             optimizer if self.plan is None else self.plan.wrap_optimizer(optimizer, keep_weights=several)
         )

@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from .capability import CAST_GRANULARITIES
-from .kernels.program import Program
+from .kernels.program import IDENTITY, Program
 from .rounding import overflow_threshold, torch_dtype
 from .spec import Spec
 
@@ -85,6 +85,7 @@ def _cast(
     columns_key: Tensor | None,
     columns_bits: Tensor | None,
     columns_limit: Tensor | None,
+    into: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from .kernels.launch import launch_cast
 
@@ -97,7 +98,27 @@ def _cast(
         limits=(rows_limit, columns_limit),
         keys=(rows_key, columns_key),
         bits=(rows_bits, columns_bits),
+        into=into,
     )
+
+
+def cast_into(x: Tensor, rows: str, columns: str, limits: Sequence[Tensor | None], into: Sequence[Tensor]) -> None:
+    """``cast_fp8`` of ``x`` [M, N], rounded to nearest, into tensors of the sizes that it would return.
+
+    Args:
+        x: what is cast.
+        rows: as for the operator.
+        columns: as for the operator.
+        limits: ``rows_limit`` and ``columns_limit``.
+        into: codes and scales of both operands, empty where there are none.
+    """
+    inputs = None, None, limits[0], None, None, limits[1]
+    if x.is_cuda or kernels_on_cpu():
+        _cast([x], IDENTITY, rows, columns, *inputs, into=into)
+        return
+    for target, found in zip(into, _cast_on_cpu([x], IDENTITY, rows, columns, *inputs), strict=True):
+        if target.numel():
+            target.copy_(found)
 
 
 def _cast_on_cpu(
@@ -214,15 +235,14 @@ for _name, _on_gpu, _on_cpu, _fake in (
 
 
 @lru_cache(maxsize=4096)
-def known_operand(expression: str, given_bits: bool, given_limit: bool) -> Any:
-    """What :func:`narrowgate.precision.kernels.launch.launch_cast` takes for a format expression."""
+def _known_operand(expression: str, given_bits: bool, given_limit: bool) -> Any:
     from .kernels.launch import Operand
 
     return Operand(Spec.parse(expression), given_bits, given_limit)
 
 
 def _operand(expression: str, bits: Tensor | None, limit: Tensor | None) -> Any:
-    return known_operand(expression, bits is not None, limit is not None) if expression else None
+    return _known_operand(expression, bits is not None, limit is not None) if expression else None
 
 
 def matrix(leaves: Sequence[Tensor], program: Program) -> tuple[int, int]:

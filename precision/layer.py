@@ -91,8 +91,12 @@ class LayerState:
         for history in self.histories.values():
             history.to(device)
         self._frozen = {key: history.frozen() for key, history in self.histories.items()}
-        self.here = current_device(device)
-        self.native = {path: gemm_support(gemm, self.here).native for path, gemm in self.config.gemms()}
+        self.run_on(current_device(device))
+
+    def run_on(self, device: Device) -> None:
+        """Decide what runs natively as on ``device``, which need not be here while a step is only traced."""
+        self.here = device
+        self.native = {path: gemm_support(gemm, device).native for path, gemm in self.config.gemms()}
 
     def _restart(self, first_draw: Tensor) -> None:
         self.draw = self._first_draw = self._last_draw = first_draw

@@ -44,7 +44,7 @@ from .layer import (
 )
 from .operands import Operand, prepare, prepare_both, restore, save
 from .quantization import QuantizedTensor
-from .weight_codes import WeightCodes, can_keep, weight_product
+from .weight_codes import WeightCodes, keep_obstacle, weight_product
 
 __all__ = [
     "LowPrecisionLinear",
@@ -138,28 +138,29 @@ def restore_linear(module: LowPrecisionLinear) -> None:
     restore_layer(module)
 
 
-def keep_weight_codes(parameters: Iterable[Tensor]) -> int:
+def keep_weight_codes(parameters: Iterable[Tensor]) -> dict[str, str]:
     """Quantize weights once for each optimizer step from now on; see :mod:`narrowgate.precision.weight_codes`.
 
     Memory: the codes stay between forwards, up to two bytes an element of a weight.
 
     Args:
-        parameters: those that a ``torch.optim.Optimizer`` steps; weights of lowered layers among them keep their codes
-            where :func:`narrowgate.precision.weight_codes.can_keep` holds.
+        parameters: those that a ``torch.optim.Optimizer`` steps; of lowered linear layers.
 
     Returns:
-        The number of layers that keep theirs.
+        The layers among them that quantize their weight at each use all the same, with the reason.
     """
     stepped = {id(parameter) for parameter in parameters}
-    count = 0
+    obstacles: dict[str, str] = {}
     for layer in live_layers():
         weight = layer._parameters.get("weight")
         if isinstance(layer, LowPrecisionLinear) and weight is not None and id(weight) in stepped:
             state = layer_state(layer)
-            if state.kept is None and can_keep(state.config, weight):
+            obstacle = keep_obstacle(state.config, weight)
+            if obstacle is not None:
+                obstacles[state.name] = obstacle
+            elif state.kept is None:
                 state.kept = WeightCodes(state.config, weight)
-            count += state.kept is not None
-    return count
+    return obstacles
 
 
 def linear_state(module: LowPrecisionLayer) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ Within the capture of a CUDA graph the cast is always launched, so that each rep
 counts replays, so codes that were ever captured are not trusted again, nor are those of a weight whose optimizer's step
 was. Only training forwards keep codes: evaluation, and every layer that was not asked to keep any, casts at each use.
 What no check can see is a write between two micro-batches of one step that leaves the version counter alone: through
-``weight.data``, by a collective of ``torch.distributed``, in a replay. :func:`forget_weight_codes` after it.
+``weight.data``, by a collective of ``torch.distributed``, in a replay. ``plan.refresh()`` after it.
 
 The operator writes to its buffers though its schema does not say so. They are a cache: nothing reads them but this
 operator, which checks first, so no order of calls can show the difference; and a compiler that knew of the writes would
@@ -31,11 +31,10 @@ import torch
 from torch import Tensor
 
 from .capability import has_cast_kernel, same_codes
-from .cast_operators import SAME, known_operand, operand_sizes
+from .cast_operators import SAME, cast_into, operand_sizes
 from .casting import as_stored, has_kernel, limit_of
 from .config import GemmConfig, LinearConfig
 from .gemm import scaled_gemm
-from .kernels.program import IDENTITY
 from .quantization import QuantizedTensor
 from .rounding import torch_dtype
 from .spec import Spec
@@ -66,7 +65,7 @@ class WeightCodes:
         """Allocate.
 
         Args:
-            config: of the layer; see :func:`can_keep`.
+            config: of the layer, with no :func:`keep_obstacle`.
             weight: its Parameter, which is not held on to.
         """
         self._config, shape, device = config, (weight.shape[0], weight.shape[1]), weight.device
@@ -107,17 +106,23 @@ class WeightCodes:
         stamp.captured |= _capturing(weight)
 
 
-def can_keep(config: LinearConfig, weight: Tensor | None) -> bool:
-    """True where the fused kernels cast a layer's weight to the same codes at each use within a step.
-
-    Not where codes are drawn anew at each use (``+sr``), where each use counts (``+delayed(n)``), or where the weight
-    is no plain Parameter: a sharded one is gathered anew for each use anyway.
-    """
-    if type(weight) is not torch.nn.Parameter or weight.numel() == 0 or config.fprop.second.high_precision:
-        return False
+def keep_obstacle(config: LinearConfig, weight: Tensor | None) -> str | None:
+    """Say why a layer's weight is quantized at each use all the same; None where it can keep its codes."""
+    if type(weight) is not torch.nn.Parameter:
+        return "the weight is no plain Parameter: a sharded one is gathered anew for each use anyway"
+    if config.fprop.second.high_precision:
+        return "fprop does not quantize the weight"
     specs = [spec for spec in (config.fprop.second, config.dgrad.second) if not spec.high_precision]
-    alike = all(has_cast_kernel(spec) and not spec.sr and spec.delayed is None for spec in specs)
-    return alike and has_kernel(weight, *specs)
+    for spec in specs:
+        if spec.sr:
+            return f"{spec} is drawn anew at each use"
+        if spec.delayed is not None:
+            return f"{spec} records each use"
+        if not has_cast_kernel(spec):
+            return f"{spec} has no cast kernel"
+    if weight.numel() == 0 or not has_kernel(weight, *specs):
+        return f"no cast kernel takes a weight of {list(weight.shape)}, {weight.dtype}, on {weight.device.type}"
+    return None
 
 
 def weight_product(
@@ -169,7 +174,7 @@ def _product(
     out_dtype: torch.dtype,
 ) -> Tensor:
     spec, rows_spec, columns_spec, gemm = _parsed(first_spec, rows, columns, accumulate)
-    _bring_up_to_date(weight, buffers, rows_spec, columns_spec, columns == SAME)
+    _bring_up_to_date(weight, buffers, rows, columns)
     codes, scale, turned, second_scale = buffers
     shape = tuple(weight.shape)
     if transposed:
@@ -187,7 +192,7 @@ def _product_fake(first: Tensor, first_scale: Tensor, weight: Tensor, *others: A
     return first.new_empty((first.shape[0], weight.shape[1 if transposed else 0]), dtype=out_dtype)
 
 
-def _bring_up_to_date(weight: Tensor, buffers: list[Tensor], rows: Spec, columns: Spec | None, same: bool) -> None:
+def _bring_up_to_date(weight: Tensor, buffers: list[Tensor], rows: str, columns: str) -> None:
     stamp = _STAMPS.get(buffers[0].data_ptr())
     version, capturing = _version(weight), _capturing(weight)
     stream = torch._C._cuda_getCurrentRawStream(weight.device.index) if weight.is_cuda else 0
@@ -195,29 +200,16 @@ def _bring_up_to_date(weight: Tensor, buffers: list[Tensor], rows: Spec, columns
     current = stamp is not None and (True, version, stream) == (stamp.filled, stamp.version, stamp.stream)
     if current and at_home and not capturing:
         return
-    _cast_into(weight, buffers, rows, columns, same)
+    _cast_into(weight, buffers, rows, columns)
     if stamp is not None:
         stamp.captured |= capturing
         stamp.filled = at_home and version >= 0 and not stamp.captured
         stamp.version, stamp.stream = version, stream
 
 
-def _cast_into(weight: Tensor, buffers: list[Tensor], rows: Spec, columns: Spec | None, same: bool) -> None:
-    limits = [None if spec is None else limit_of(weight, spec) for spec in (rows, columns)]
-    if has_kernel(weight, rows):
-        from .kernels.launch import launch_cast
-
-        operands = [None if spec is None else known_operand(str(spec), False, limit is not None)
-                    for spec, limit in zip((rows, columns), limits, strict=True)]  # fmt: skip
-        nothing = (None, None)
-        launch_cast([weight], IDENTITY, operands[0], None if same else operands[1], same=same, limits=limits,
-                    keys=nothing, bits=nothing, into=buffers)  # fmt: skip
-        return
-    made = torch.ops.narrowgate.cast_fp8([weight], IDENTITY, str(rows), SAME if same else str(columns or ""),
-                                         None, None, limits[0], None, None, None if same else limits[1])  # fmt: skip
-    for buffer, found in zip(buffers, made, strict=True):
-        if buffer.numel():
-            buffer.copy_(found)
+def _cast_into(weight: Tensor, buffers: list[Tensor], rows: str, columns: str) -> None:
+    specs = (rows, "" if columns == SAME else columns)
+    cast_into(weight, rows, columns, [limit_of(weight, Spec.parse(text)) if text else None for text in specs], buffers)
 
 
 def _capturing(weight: Tensor) -> bool:

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from ..precision.capability import Device, gemm_support
+from ..precision.capability import Device
 from ..precision.casting import kernels_assumed
 from ..precision.errors import NarrowgateError
 from ..precision.layer import LowPrecisionLayer, layer_state
 from .apply import apply_recipe
+from .rates import Rates
 from .recipe import Recipe
 from .targets import named_modules, unwrap
 
@@ -45,7 +46,13 @@ class CastPlan:
 
 
 def plan_casts(
-    model: nn.Module, recipe: Recipe, run: Callable[[nn.Module], Tensor], *, device: Device
+    model: nn.Module,
+    recipe: Recipe,
+    run: Callable[[nn.Module], Tensor],
+    *,
+    device: Device,
+    rows: Mapping[str, int] | int | None = None,
+    rates: Rates | None = None,
 ) -> tuple[CastPlan, ...]:
     """Trace one training step of a copy of ``model`` and return its casts, in the order of the layers.
 
@@ -54,8 +61,11 @@ def plan_casts(
         recipe: for the native backend; the other backends cast on their own.
         run: calls the model that it is given on one batch, under autocast where training does, and returns a loss.
         device: what the step is planned for. Casts of products that it cannot multiply natively have kernels too.
+        rows: as for :func:`narrowgate.recipes.apply_recipe`: what ``when: profitable`` is decided by.
+        rates: likewise.
 
     Raises:
+        RecipeError: as for :func:`narrowgate.recipes.apply_recipe`.
         NarrowgateError: the step cannot be traced; says why.
     """
     from torch._dynamo.backends.common import aot_autograd
@@ -63,14 +73,12 @@ def plan_casts(
     from torch._inductor.decomposition import select_decomp_table
 
     traced = copy.deepcopy(unwrap(model)).train()
-    apply_recipe(traced, recipe, backend="native", device=device)
+    apply_recipe(traced, recipe, backend="native", device=device, rows=rows, rates=rates)
     names: dict[str, str] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for name, module, _ in named_modules(traced):
         if isinstance(module, LowPrecisionLayer):
-            state = layer_state(module)
-            state.here = device
-            state.native = {path: gemm_support(gemm, device).native for path, gemm in state.config.gemms()}
+            layer_state(module).run_on(device)
             names[str(id(module))] = name
             weight = module._parameters.get("weight")
             if weight is not None:

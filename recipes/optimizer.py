@@ -54,10 +54,22 @@ def wrap_optimizer(model: nn.Module, optimizer: Optimizer, *, keep_weights: bool
         names: dict[Tensor, str] = {parameter: name for name, parameter in named_parameters(model)}
         lower_state(optimizer, first.state, names=names, seed=first.seed)
     if keep_weights:
-        from ..precision.linear import keep_weight_codes
-
-        keep_weight_codes(p for group in optimizer.param_groups for p in group["params"])
+        keep_weights_of(optimizer)
     return optimizer
+
+
+def keep_weights_of(optimizer: Optimizer) -> None:
+    """Quantize the weights that ``optimizer`` steps once a step; warn of layers where that is not possible, and why."""
+    from ..precision.linear import keep_weight_codes
+
+    layers: dict[str, list[str]] = {}
+    for name, reason in keep_weight_codes(p for group in optimizer.param_groups for p in group["params"]).items():
+        layers.setdefault(reason, []).append(name)
+    for reason, names in layers.items():
+        warnings.warn(
+            f"keep_weights: quantized at each use all the same, {len(names)} weight(s), first '{names[0]}': {reason}",
+            stacklevel=3,
+        )
 
 
 def expect_wrapped(model: nn.Module) -> None:

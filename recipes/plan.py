@@ -296,7 +296,8 @@ class Plan:
             optimizer: a ``torch.optim.Optimizer`` over the model's Parameters.
             keep_weights: quantize each weight that it steps once a step, for all micro-batches and recomputed forwards,
                 instead of at each use: worth it where a step has several. Costs up to two bytes an element of the
-                weights between forwards. See :func:`narrowgate.precision.linear.keep_weight_codes`.
+                weights between forwards. Warns of layers where it is not possible, with the reason. See
+                :mod:`narrowgate.precision.weight_codes`.
 
         Raises:
             NotBuiltError: the recipe wants a format that is not built for optimizer state.
@@ -314,9 +315,9 @@ class Plan:
                 )
             return wrap_optimizer(model, optimizer, keep_weights=keep_weights)
         if keep_weights:
-            from ..precision.linear import keep_weight_codes
+            from .optimizer import keep_weights_of
 
-            keep_weight_codes(p for group in optimizer.param_groups for p in group["params"])
+            keep_weights_of(optimizer)
         return optimizer
 
     def refresh(self) -> None:

@@ -36,11 +36,11 @@ from ...recipes.topology import example_topology
 from ...recipes.wire_plan import Layout, predict_wire
 from ...recipes.wire_units import Sharding
 from ..measurements import Clocks
-from ..speed import BlockTime, CudaTimer, StepFunction, Timer
+from ..speed import BlockTime, CudaTimer, HostTimer, StepFunction, Timer
 from ..train import honest_compilation, seed_generators
 from .fsdp2_arms import ShardedArm, ShardedCase
 from .fsdp2_gather import all_gather
-from .gem import GemSettings, HostTimer, ratio, take_turns
+from .gem import GemSettings, ratio, take_turns
 
 Row = dict[str, Any]
 # PyTorch 2.13 renamed it.

@@ -32,8 +32,8 @@ from ...precision.errors import NarrowgateError
 from .. import statistics
 from ..arithmetic import Arithmetic
 from ..attribution import attribute
-from ..measurements import Clocks, Quartet
-from ..speed import BlockTime, CudaTimer, StepFunction, Timer, stage
+from ..measurements import Quartet
+from ..speed import BlockTime, CudaTimer, HostTimer, StepFunction, Timer, stage
 from ..task import make_optimizer
 from ..train import compile_model, honest_compilation, seed_generators
 from .gem_arms import REFERENCES, GemArm
@@ -104,26 +104,6 @@ class GemResult:
     def faults(self) -> list[str]:
         """Arms of ours that could not run, one line each."""
         return [f"{entry['name']}: {entry['reason']}" for entry in self.skipped if entry["fault"]]
-
-
-class HostTimer:
-    """The host's clock: for a device that has no events."""
-
-    def block(self, step: StepFunction, steps: int) -> BlockTime:
-        """Run ``steps`` steps and return their mean time."""
-        began = time.perf_counter()
-        for i in range(steps):
-            step(i)
-        ms = (time.perf_counter() - began) * 1000 / steps
-        return BlockTime(ms, ms)
-
-    def now(self) -> float:
-        """The host's monotonic clock."""
-        return time.perf_counter()
-
-    def clocks(self) -> Clocks | None:
-        """Nothing to read."""
-        return None
 
 
 def measure_steps(task: GemTask, arms: Sequence[GemArm], settings: GemSettings, case: str) -> GemResult:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,10 @@ import torch
 from narrowgate.gates import fused_time
 from narrowgate.gates.attribution import casting_overhead, kernel_class
 from narrowgate.gates.fused_time import measure_fused_time
-from narrowgate.gates.measurements import Clocks, FusedTime, KernelClass
+from narrowgate.gates.measurements import FusedTime, KernelClass
 from narrowgate.gates.policy import SpeedPlan
 from narrowgate.gates.render import terminal_text
-from narrowgate.gates.speed import BlockTime, StepFunction
+from narrowgate.gates.speed import HostTimer
 from narrowgate.gates.task import load_task
 from narrowgate.gates.train import Arm
 from narrowgate.recipes import apply_recipe, load_recipe
@@ -30,22 +29,12 @@ KERNELS = (
 )
 
 
-class HostTimer:
+class DeviceTimer(HostTimer):
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def block(self, step: StepFunction, steps: int) -> BlockTime:
-        started = time.perf_counter()
-        for i in range(steps):
-            step(i)
-        ms = (time.perf_counter() - started) * 1000 / steps
-        return BlockTime(ms, ms)
-
     def now(self) -> float:
         return 0.0
-
-    def clocks(self) -> Clocks | None:
-        return None
 
 
 @pytest.fixture
@@ -72,7 +61,7 @@ def test_the_arm_multiplies_in_bf16_where_the_recipe_would_quantize(room: Path) 
 
 def test_quartets_are_few_and_set_the_candidate_against_the_bf16_arm(arm, monkeypatch) -> None:
     candidate, plan = arm
-    found = measure_fused_time(candidate, plan, FEW, 0.05, HostTimer)
+    found = measure_fused_time(candidate, plan, FEW, 0.05, DeviceTimer)
     assert found.why is None
     assert len(found.quartets) == FEW.min_quartets
     assert found.write_ms == 0.7
@@ -91,7 +80,7 @@ def test_quartets_are_few_and_set_the_candidate_against_the_bf16_arm(arm, monkey
 def test_where_there_is_no_counterpart_the_reason_is_told(arm, limits, changes, why) -> None:
     candidate, plan = arm
     found = measure_fused_time(
-        candidate, dataclasses.replace(plan, **changes), FEW.model_copy(update=limits), 0.05, HostTimer
+        candidate, dataclasses.replace(plan, **changes), FEW.model_copy(update=limits), 0.05, DeviceTimer
     )
     assert found.why is not None
     assert why in found.why
@@ -105,7 +94,7 @@ def test_an_arm_that_fails_fails_nothing_else(arm, monkeypatch) -> None:
         raise RuntimeError("no kernel\nimage")
 
     monkeypatch.setattr(fused_time, "write_milliseconds", fail)
-    found = measure_fused_time(candidate, plan, FEW, 0.05, HostTimer)
+    found = measure_fused_time(candidate, plan, FEW, 0.05, DeviceTimer)
     assert found.why == "it failed: RuntimeError: no kernel image"
     candidate.stepper(0)
 

@@ -16,7 +16,6 @@ from narrowgate.gates.compare import compare
 from narrowgate.gates.decision import decide, decide_family
 from narrowgate.gates.html import render_html
 from narrowgate.gates.measurements import (
-    Clocks,
     KernelClass,
     ModuleLeft,
     ModuleProduct,
@@ -31,7 +30,7 @@ from narrowgate.gates.policy import BUILTIN_POLICIES, SpeedPlan
 from narrowgate.gates.regions import Found, find_regions
 from narrowgate.gates.render import render_report, terminal_text
 from narrowgate.gates.report import Report, report_schema
-from narrowgate.gates.speed import BlockTime, StepFunction
+from narrowgate.gates.speed import BlockTime, HostTimer, StepFunction
 from narrowgate.gates.task import load_task
 from narrowgate.gates.train import Arm
 from narrowgate.recipes import apply_recipe, load_recipe
@@ -42,7 +41,7 @@ CPU = torch.device("cpu")
 NOISE = 0.002 * np.resize([1, -1], 20)
 
 
-class HostTimer:
+class CountingTimer(HostTimer):
     """Times blocks by the host's clock; counts them, and can make time pass."""
 
     def __init__(self, seconds_a_block: float = 0.0) -> None:
@@ -52,17 +51,10 @@ class HostTimer:
     def block(self, step: StepFunction, steps: int) -> BlockTime:
         self.blocks += 1
         self.steps.append(step)
-        started = time.perf_counter()
-        for i in range(steps):
-            step(i)
-        ms = (time.perf_counter() - started) * 1000 / steps
-        return BlockTime(ms, ms)
+        return super().block(step, steps)
 
     def now(self) -> float:
         return self.blocks * self.passes
-
-    def clocks(self) -> Clocks | None:
-        return None
 
 
 def run(
@@ -223,7 +215,7 @@ FEW = SpeedPlan(min_quartets=3, max_quartets=3, steps_per_block=3)
 def test_every_region_is_timed_in_both_arms_forward_and_backward(regions) -> None:
     found, models = regions
     seen: list[str] = []
-    measured = time_regions(found, models, CPU, HostTimer(), FEW, seen.append)
+    measured = time_regions(found, models, CPU, CountingTimer(), FEW, seen.append)
     assert [module.name for module in measured.modules] == ["body", "top", "head"]
     assert seen[:4] == [
         *(f"making ready {i} of 3, {n}" for i, n in ((1, "body"), (2, "top"), (3, "head"))),
@@ -240,7 +232,7 @@ def test_every_region_is_timed_in_both_arms_forward_and_backward(regions) -> Non
 
 def test_quartets_go_in_rounds_so_that_regions_drift_together(regions) -> None:
     found, models = regions
-    timer = HostTimer()
+    timer = CountingTimer()
     time_regions(found, models, CPU, timer, FEW)
     arms = {id(step): name for step, name in zip(timer.steps[:6], "AaBbCc", strict=True)}
     order = "".join(arms[id(step)] for step in timer.steps[6:])
@@ -257,7 +249,7 @@ def test_a_region_that_fails_in_a_round_takes_no_other_with_it(regions) -> None:
             raise RuntimeError("too often")
 
     models[1].body.register_forward_pre_hook(breaks)
-    measured = time_regions(found, models, CPU, HostTimer(), FEW)
+    measured = time_regions(found, models, CPU, CountingTimer(), FEW)
     assert [(m.name, len(m.quartets)) for m in measured.modules] == [("top", 3), ("head", 3)]
     assert [(m.name, m.why) for m in measured.left_out] == [("body", "it does not run alone: RuntimeError: too often")]
 
@@ -266,7 +258,7 @@ def test_backward_runs_too(regions) -> None:
     found, models = regions
     seen: list[int] = []
     models[1].body.weight.register_hook(lambda grad: seen.append(1))
-    time_regions(found[:1], models, CPU, HostTimer(), FEW)
+    time_regions(found[:1], models, CPU, CountingTimer(), FEW)
     # Warm-up calls, the block that warms up, and two blocks of three steps in each of three quartets.
     assert len(seen) == 3 + 3 + 3 * 2 * 3
 
@@ -280,7 +272,7 @@ def test_regions_compile_by_themselves(regions, monkeypatch: pytest.MonkeyPatch)
         return whole[-1]
 
     monkeypatch.setattr(module_time, "compile_model", compile_whole)
-    measured = time_regions(found[:1], models, CPU, HostTimer(), FEW, compiled=True)
+    measured = time_regions(found[:1], models, CPU, CountingTimer(), FEW, compiled=True)
     assert len(whole) == 2, "once in each arm"
     assert measured.left_out == ()
 
@@ -289,7 +281,7 @@ def test_the_budget_leaves_out_the_lightest_and_says_so(regions) -> None:
     found, models = regions
     # A block is a second: a region takes two to be made ready, and four in each of three rounds.
     plan = FEW.model_copy(update={"module_budget_seconds": 20})
-    timer = HostTimer(1.0)
+    timer = CountingTimer(1.0)
     measured = time_regions(found, models, CPU, timer, plan)
     assert [module.name for module in measured.modules] == ["body"]
     assert [(region.name, region.why) for region in measured.left_out] == [
@@ -311,7 +303,7 @@ def test_a_region_that_fails_alone_is_left_out_with_its_error_and_the_others_cou
 
     models[1].body.register_forward_pre_hook(broken)
     models[1].top.register_forward_pre_hook(full)
-    measured = time_regions(found, models, CPU, HostTimer(), FEW)
+    measured = time_regions(found, models, CPU, CountingTimer(), FEW)
     assert [module.name for module in measured.modules] == ["head"]
     assert {region.name: region.why for region in measured.left_out} == {
         "body": "it does not run alone: ValueError: needs the whole model",
@@ -322,7 +314,7 @@ def test_a_region_that_fails_alone_is_left_out_with_its_error_and_the_others_cou
 def test_planted_one_slow_module_is_named(regions, measurements) -> None:
     found, models = regions
     models[1].top.register_forward_pre_hook(lambda *_: time.sleep(0.03))
-    measured = time_regions(found, models, CPU, HostTimer(), FEW)
+    measured = time_regions(found, models, CPU, CountingTimer(), FEW)
     policy = STANDARD.model_copy(update={"speed": FEW})
     decision = decide(measurements([0.0] * 8, module_time=measured), policy)
     assert decision.verdict == "reject"

@@ -8,7 +8,28 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class GatedBlock(nn.Module):
+    """x + down(silu(gate) * up), [gate, up] = up(RMSNorm(x)): norm, gate and residual around two layers."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(width)
+        self.up = nn.Linear(width, 2 * hidden, bias=False)
+        self.down = nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.up(self.norm(x)).chunk(2, -1)
+        return x + self.down(F.silu(gate) * up)
+
+
+@pytest.fixture(scope="session")
+def gated_block() -> type[GatedBlock]:
+    """The block whose producers move into casts."""
+    return GatedBlock
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,6 @@ import os
 
 import pytest
 import torch
-import torch.nn.functional as F
 from narrowgate.precision import fusion
 from narrowgate.precision.errors import NarrowgateError
 from narrowgate.precision.fused_bf16 import FusedBF16Linear, lower_fused_bf16
@@ -20,18 +19,6 @@ from torch._inductor import config as inductor_config
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 GPU = [] if INTERPRETED else [pytest.mark.gpu]
 DEVICE = "cpu" if INTERPRETED else "cuda"
-
-
-class Block(nn.Module):
-    def __init__(self, width, hidden):
-        super().__init__()
-        self.norm = nn.RMSNorm(width)
-        self.up = nn.Linear(width, 2 * hidden, bias=False)
-        self.down = nn.Linear(hidden, width)
-
-    def forward(self, x):
-        gate, up = self.up(self.norm(x)).chunk(2, -1)
-        return x + self.down(F.silu(gate) * up)
 
 
 def results(call, block, x):
@@ -72,7 +59,7 @@ def test_a_layer_is_lowered_once():
         lower_fused_bf16(layer, name="tower")
 
 
-def _check_compiled(device, width, hidden, monkeypatch):
+def _check_compiled(device, block, monkeypatch):
     programs = []
     original = fusion.fuse_casts
 
@@ -82,12 +69,11 @@ def _check_compiled(device, width, hidden, monkeypatch):
         return count
 
     monkeypatch.setattr(fusion, "fuse_casts", fuse)
-    torch.manual_seed(0)
-    block = Block(width, hidden).to(device, torch.bfloat16)
+    block = block.to(device, torch.bfloat16)
     reference = copy.deepcopy(block)
     for name in ("up", "down"):
         lower_fused_bf16(getattr(block, name), name=name)
-    x = torch.randn(64, width, device=device).bfloat16().requires_grad_()
+    x = torch.randn(64, block.norm.weight.numel(), device=device).bfloat16().requires_grad_()
     torch._dynamo.reset()
     with inductor_config.patch(post_grad_custom_pre_pass=fusion.CastFusion(), force_disable_caches=True):
         found = results(torch.compile(block, fullgraph=True), block, x)
@@ -101,13 +87,15 @@ def _check_compiled(device, width, hidden, monkeypatch):
     assert sorted(Program.parse(text).pieces for text in programs) == [1, 1, 2]
 
 
-def test_compiled_its_producers_move_where_a_cast_would_have_been(monkeypatch):
-    _check_compiled("cpu", 128, 256, monkeypatch)
+def test_compiled_its_producers_move_where_a_cast_would_have_been(monkeypatch, gated_block):
+    torch.manual_seed(0)
+    _check_compiled("cpu", gated_block(128, 256), monkeypatch)
 
 
 @pytest.mark.gpu
-def test_compiled_on_a_gpu_its_producers_move_too(monkeypatch):
-    _check_compiled("cuda", 256, 512, monkeypatch)
+def test_compiled_on_a_gpu_its_producers_move_too(monkeypatch, gated_block):
+    torch.manual_seed(0)
+    _check_compiled("cuda", gated_block(256, 512), monkeypatch)
 
 
 @pytest.mark.parametrize("shape", [(64, 256), (70, 130), (1, 8), (0, 16)], ids=str)

@@ -12,7 +12,6 @@ from narrowgate.precision.kernels.program import Program
 from narrowgate.precision.kernels.reference import values
 from narrowgate.precision.linear import lower_linear
 from narrowgate.precision.spec import Spec
-from torch import nn
 from torch._inductor import config as inductor_config
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -226,18 +225,6 @@ def _block_config(text):
     return LinearConfig(gemm, gemm, gemm)
 
 
-class _Block(nn.Module):
-    def __init__(self, width, hidden):
-        super().__init__()
-        self.norm = nn.RMSNorm(width)
-        self.up = nn.Linear(width, 2 * hidden, bias=False)
-        self.down = nn.Linear(hidden, width)
-
-    def forward(self, x):
-        gate, up = self.up(self.norm(x)).chunk(2, -1)
-        return x + self.down(F.silu(gate) * up)
-
-
 @pytest.fixture
 def programs(monkeypatch):
     """Collects the programs of the casts in every compiled graph; on a CPU the operators are their reference."""
@@ -257,15 +244,15 @@ def programs(monkeypatch):
     torch._dynamo.reset()
 
 
-def test_a_compiled_block_casts_in_its_producers(programs, monkeypatch):
+def test_a_compiled_block_casts_in_its_producers(programs, monkeypatch, gated_block):
     # With a history the operator writes to its arguments, which compilers wrap: the harder case of the two.
-    _check_block(programs, monkeypatch, "fp8_e4m3+delayed(4)", "cpu", _Block(128, 256))
+    _check_block(programs, monkeypatch, "fp8_e4m3+delayed(4)", "cpu", gated_block(128, 256))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("text", ["fp8_e4m3", "fp8_e4m3+delayed(4)", "fp8_e4m3/row", "fp8_e4m3/1x128"])
-def test_a_compiled_block_on_a_gpu_casts_in_its_producers(programs, monkeypatch, text):
-    _check_block(programs, monkeypatch, text, "cuda", _Block(256, 512))
+def test_a_compiled_block_on_a_gpu_casts_in_its_producers(programs, monkeypatch, gated_block, text):
+    _check_block(programs, monkeypatch, text, "cuda", gated_block(256, 512))
 
 
 def _check_block(programs, monkeypatch, text, device, block):

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from narrowgate.precision.capability import named_device
 from narrowgate.precision.errors import NarrowgateError
 from narrowgate.precision.grouped import GroupedLinear
-from narrowgate.recipes import Recipe, Rule, plan_casts, resolve
+from narrowgate.recipes import Recipe, RecipeError, Rule, plan_casts, resolve
 from torch import nn
 
 
@@ -95,3 +95,12 @@ def test_experts_are_planned_as_the_planned_device_multiplies_them(device):
         for layer in ("up", "down")
         for tensor in ("input", "weight", "grad")
     }
+
+
+def test_a_layer_that_does_not_pay_has_no_casts_and_whether_it_pays_takes_rows():
+    model = nn.Sequential(Block(64, 128))
+    x = torch.randn(8, 64)
+    profitable = Recipe(name="r", rules=[Rule(layers="**", all="fp8_e4m3/row", when="profitable")])
+    with pytest.raises(RecipeError, match="rows"):
+        plan_casts(model, profitable, lambda traced: traced(x).sum(), device=named_device("h200"))
+    assert plan_casts(model, profitable, lambda traced: traced(x).sum(), device=named_device("h200"), rows=8) == ()

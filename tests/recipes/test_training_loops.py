@@ -197,3 +197,12 @@ def test_weights_kept_between_micro_batches_train_the_same_and_refresh_sees_what
         assert not torch.equal(before, after)
         results.append(after)
     assert torch.equal(*results)
+
+
+def test_weights_that_cannot_be_kept_are_named_with_the_reason(tower, inner):
+    plan = apply_recipe(tower, inner)
+    optimizer = torch.optim.SGD(tower.parameters(), lr=1e-3)
+    with pytest.warns(
+        UserWarning, match=r"keep_weights: .* 4 weight\(s\), first 'interaction.0': no cast kernel .* on cpu"
+    ):
+        plan.wrap_optimizer(optimizer, keep_weights=True)
