@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 from narrowgate.gates import workers
@@ -24,3 +26,21 @@ def test_an_interrupt_while_workers_start_comes_after_and_is_not_lost() -> None:
     with workers._uninterruptible():
         assert signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, set())
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, set())
+
+
+@pytest.mark.skipif(not hasattr(signal, "pthread_sigmask"), reason="signals cannot be held back here")
+def test_a_child_that_starts_has_it_held_back_too() -> None:
+    code = """
+import multiprocessing, signal
+from narrowgate.gates import workers
+with workers._uninterruptible():
+    children = [multiprocessing.get_context("spawn").Process(target=signal.raise_signal, args=(signal.SIGINT,))
+                for _ in range(2)]
+    for child in children:
+        child.start()
+for child in children:
+    child.join()
+print([child.exitcode for child in children], signal.pthread_sigmask(signal.SIG_BLOCK, set()))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout, done.stderr) == ("[0, 0] set()\n", "")
