@@ -47,6 +47,20 @@ class ClockReader:
         except Exception as error:  # as above: several families of errors, none of which may stop a run
             self.note = f"not recorded: {' '.join(str(error).split()) or type(error).__name__}"
 
+    def memory_tb_per_s(self) -> float | None:
+        """What the memory can move at most, in 1e12 bytes a second: two transfers a clock over its whole width.
+
+        None where it cannot be read.
+        """
+        if self._handle is None:
+            return None
+        nvml, handle = self._nvml, self._handle
+        try:
+            megahertz = nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_MEM)
+            return 2 * megahertz * nvml.nvmlDeviceGetMemoryBusWidth(handle) / 8 / 1e6
+        except Exception:  # as above; a GPU that shares its memory with the host has no width of its own
+            return None
+
     def read(self) -> Clocks | None:
         """Return the state now, None (with ``note`` set) where it cannot be read."""
         if self._handle is None:

@@ -159,6 +159,9 @@ def _delayed(
     workspace: Tensor,
     recording: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    if any(leaf.numel() == 0 for leaf in leaves):
+        return _delayed_reference(leaves, program, spec, rows, columns, key, history, pending, saturated, workspace,
+                                  recording)  # fmt: skip
     from .kernels.launch import launch_cast
 
     operand = _operand(spec, None, limit)
@@ -182,9 +185,16 @@ def _delayed_on_cpu(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if kernels_on_cpu():
         return _delayed(leaves, program, spec, rows, columns, *inputs)
+    key, _, *state = inputs
+    return _delayed_reference(leaves, program, spec, rows, columns, key, *state)
+
+
+def _delayed_reference(
+    leaves: Sequence[Tensor], program: str, spec: str, rows: bool, columns: bool, key: Tensor | None, *inputs: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     from .kernels.reference import reference_delayed_cast
 
-    key, _, *state, recording = inputs
+    *state, recording = inputs
     history, pending, saturated, workspace = state
     return reference_delayed_cast(
         leaves, Program.parse(program), Spec.parse(spec), rows, columns, key,

@@ -184,7 +184,8 @@ def _product(
     else:
         second = QuantizedTensor(codes, as_stored(scale, rows_spec, 1), None, rows_spec, 1, shape)
     operand = QuantizedTensor(first, first_scale, None, spec, 1, tuple(first.shape))
-    return scaled_gemm(operand, second, gemm, native=native, out_dtype=out_dtype)
+    # An operator's strides are what its fake says: a width that was padded for the matrix units is closed up.
+    return scaled_gemm(operand, second, gemm, native=native, out_dtype=out_dtype).contiguous()
 
 
 def _product_fake(first: Tensor, first_scale: Tensor, weight: Tensor, *others: Any) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -27,10 +28,10 @@ def reference_cast(
         q = quantize(x, rows, dim=1, seed=rows_random[0], random_bits=rows_random[1])
         first = q.data, _scale(q)
     if columns == "=":
-        second = first[0].t().contiguous(), nothing[1]
+        second = _turned(first[0]), nothing[1]
     elif columns:
         q = quantize(x, columns, dim=0, seed=columns_random[0], random_bits=columns_random[1])
-        second = q.data.t().contiguous(), _scale(q)
+        second = _turned(q.data), _scale(q)
     return (*first, *second)
 
 
@@ -51,19 +52,25 @@ def reference_delayed_cast(
     history.recording = recording
     q = quantize(x, spec, dim=1, seed=key, history=history)
     nothing = q.data.new_empty(0)
-    return q.data if rows else nothing, q.data.t().contiguous() if columns else nothing, _scale(q)
+    return q.data if rows else nothing, _turned(q.data) if columns else nothing, _scale(q)
 
 
 def values(leaves: Sequence[Tensor], program: Program) -> Tensor:
     """Return the FP32 [M, N] matrix that ``program`` makes of N-D ``leaves``."""
     shape = torch.broadcast_shapes(*(leaf.shape for leaf in leaves))
+    count = math.prod(shape[:-1])
     flat = [
-        leaf.expand(*shape[:-1], leaf.shape[-1]).reshape(-1, leaf.shape[-1])
+        leaf.expand(*shape[:-1], leaf.shape[-1]).reshape(count, leaf.shape[-1])
         if kind in ("mn", "m")
         else leaf.reshape(1, -1)
         for leaf, kind in zip(leaves, program.leaves, strict=True)
     ]
     return program.reference(flat)
+
+
+def _turned(codes: Tensor) -> Tensor:
+    # A copy always: one row's transpose is contiguous as it is, and no two results of an operator may share memory.
+    return codes.t().clone(memory_format=torch.contiguous_format)
 
 
 def _scale(q: QuantizedTensor) -> Tensor:

@@ -87,20 +87,20 @@ def test_every_part_runs_on_a_cpu_and_claims_nothing(
 @pytest.mark.gpu
 def test_a_gpu_is_measured_compiled_with_memory_and_breakdown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "found.json"
-    arms = ("--arms", "bf16-fused", "gem-fp8", "bf16-padded")
-    parts = ("--attention", "--determinism", "--loader")
+    # Each arm compiles a model, the longest thing that is tested on a GPU; determinism has a test of its own.
+    arms = ("--arms", "bf16-fused", "gem-fp8")
+    parts = ("--attention", "--loader")
     assert run(monkeypatch, "--tiny", "--rounds", "3", "--steps", "3", "--out", str(out), *arms, *parts) == 0
     found = json.loads(out.read_text())
     assert not found["runs"][0]["skipped"]
     steps = [row for row in found["rows"] if row["case"].endswith("rows")]
-    assert [row["arm"] for row in steps] == ["bf16", "bf16_fused", "narrowgate", "bf16"]
+    assert [row["arm"] for row in steps] == ["bf16", "bf16_fused", "narrowgate"]
     for row in steps:
         assert row["ci"][0] <= row["ratio"] <= row["ci"][1]
         assert row["peak_bytes"] > row["rest_bytes"] > 0
         assert sum(row["breakdown"].values()) == pytest.approx(row["ms"], rel=0.5)
     assert steps[2]["breakdown"]["gemm fp8"] > 0
     assert steps[0]["breakdown"]["attention"] > 0
-    assert [row["same_bits"] for row in found["rows"] if row["case"].endswith("repeats")] == [True, True]
 
 
 @pytest.mark.parametrize(

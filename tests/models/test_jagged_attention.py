@@ -263,7 +263,9 @@ def check(
         assert a.dtype is dtype
         error = (a.double() - b).abs().max() / b.abs().max()
         assert error < NEAR[dtype], f"{name}: {error:.1e}"
-        assert torch.equal(a == 0, b == 0) or dtype is torch.float16, f"{name}: zeros where nothing is attended"
+        # Whole heads: of a row that is attended, single elements may round to zero or cancel in a narrow format.
+        zeros = ((x == 0).all(-1) for x in (a, b))
+        assert torch.equal(*zeros), f"{name}: zeros where nothing is attended"
 
 
 @kernel_test

@@ -121,6 +121,20 @@ def test_empty_tensors(shape):
         check(x, f"fp8_e4m3/{granularity}", f"fp8_e4m3/{granularity}")
 
 
+@pytest.mark.parametrize("held", [0.0, 3.0])
+@pytest.mark.parametrize("shape", [(0, 64), (64, 0)])
+def test_an_empty_tensor_enters_a_history_as_the_reference_has_it(shape, held):
+    spec = Spec.parse("fp8_e4m3+delayed(4)")
+    ours, theirs = AmaxHistory(4, DEVICE), AmaxHistory(4, DEVICE)
+    ours.history[0] = theirs.history[0] = held
+    x = torch.empty(shape, dtype=torch.bfloat16, device=DEVICE)
+    found, turned = quantize_both(x, Request(spec, history=ours), Request(spec, history=ours))
+    compare(found, quantize(x, spec, dim=1, history=theirs))
+    compare(turned, quantize(x, spec, dim=0, history=theirs.frozen()))
+    for name in ("history", "pending", "saturated"):
+        assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
+
+
 def test_a_delayed_scale_follows_its_history_as_the_reference_does():
     spec = Spec.parse("fp8_e4m3+delayed(4)")
     ours, theirs = AmaxHistory(4, DEVICE), AmaxHistory(4, DEVICE)

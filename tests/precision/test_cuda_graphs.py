@@ -81,7 +81,9 @@ def test_replays_follow_inputs_weights_scales_and_draws(text, compiled):
                 one, other = layer_state(a).state_dict(), layer_state(b).state_dict()
                 assert one.keys() == other.keys()
                 for name in one:
-                    torch.testing.assert_close(one[name], other[name], rtol=0.02 if compiled else 0, atol=0)
+                    # A compiled producer rounds less, so amaxes and counts of saturated elements are near, not equal.
+                    near = 2 if compiled and not one[name].is_floating_point() else 0
+                    torch.testing.assert_close(one[name], other[name], rtol=0.02 if compiled else 0, atol=near)
     if "sr" in text:
         # The same input again draws other bits in another step.
         graph.replay()

@@ -122,12 +122,13 @@ def step(run, x: torch.Tensor, ends: torch.Tensor, module: nn.Module | None = No
     return [y, *torch.autograd.grad(y, [x, *module.parameters()], grad)]
 
 
-def alike(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
-    """Equal but for the order of sums and one rounding to BF16."""
+def alike(found: list[torch.Tensor], expected: list[torch.Tensor], unrounded: float = 0.0) -> None:
+    """Equal but for the order of sums and one rounding to BF16; ``unrounded``: largest addend not rounded to BF16."""
     for got, want in zip(found, expected, strict=True):
         assert got.dtype == want.dtype
         size = want.detach().float().nan_to_num().abs().max() if want.numel() else 0.0
-        torch.testing.assert_close(got, want, rtol=2**-7, atol=2e-5 * float(size), equal_nan=True)
+        near = 2e-5 * float(size) + 2**-8 * unrounded
+        torch.testing.assert_close(got, want, rtol=2**-7, atol=near, equal_nan=True)
 
 
 # Rows in groups.
@@ -469,11 +470,15 @@ def check_native(name, all_offsets, *, compiled):
     loop = copy.deepcopy(grouped)
     assert layer_state(grouped).here.kind == "cuda"
     layer_state(loop).here = NAMED_DEVICES["cpu"]
+    torch._dynamo.reset()  # a code object may be compiled a few times only, and each case is a module of its own
     run = torch.compile(grouped, fullgraph=True) if compiled else grouped
+    bias = float(grouped.bias.abs().max()) if compiled else 0.0  # which Inductor adds before it is rounded to BF16
     for offsets in all_offsets:
         x, ends = (t.cuda() for t in rows(offsets, 144))
         torch.cuda.synchronize()
-        alike(step(run, x, ends, grouped), step(loop, x, ends))
+        found, expected = step(run, x, ends, grouped), step(loop, x, ends)
+        alike(found[:1], expected[:1], bias)
+        alike(found[1:], expected[1:])
         states = (layer_state(module).state_dict() for module in (grouped, loop))
         assert all(torch.equal(a, b) for a, b in zip(*(state.values() for state in states), strict=True))
 
