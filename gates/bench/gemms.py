@@ -20,11 +20,12 @@ from ...precision.spec import Spec
 from ...recipes.rates import BF16, variant_of
 from .timing import COPY_BYTES, Say, copier, milliseconds, replayed_milliseconds, terabytes_per_second
 
-#: M, K, N. Towers at several batch sizes, narrow layers, and (the last four) weight gradients, contracted over rows.
+#: M, K, N. Towers at several batch sizes, narrow layers, and (the last six) weight gradients, contracted over rows.
 SHAPES = (
-    (4096, 1024, 1024), (4096, 4096, 4096), (4096, 8192, 8192), (16384, 256, 256), (16384, 512, 512),
-    (16384, 1024, 4096), (16384, 4096, 4096), (16384, 8192, 8192), (65536, 256, 1024), (65536, 1024, 1024),
-    (65536, 4096, 4096), (512, 16384, 512), (1024, 16384, 1024), (4096, 16384, 1024), (4096, 16384, 4096),
+    (4096, 512, 512), (4096, 1024, 1024), (4096, 4096, 4096), (4096, 8192, 8192), (16384, 256, 256), (16384, 256, 1024),
+    (16384, 512, 512), (16384, 1024, 4096), (16384, 4096, 4096), (16384, 8192, 8192), (65536, 256, 256),
+    (65536, 256, 1024), (65536, 512, 512), (65536, 1024, 1024), (65536, 4096, 4096), (512, 16384, 512),
+    (512, 16384, 2048), (512, 65536, 512), (1024, 16384, 1024), (4096, 16384, 1024), (4096, 16384, 4096),
 )  # fmt: skip
 QUICK_SHAPES = ((4096, 4096, 4096), (16384, 1024, 4096), (16384, 4096, 4096), (4096, 16384, 1024))
 CPU_SHAPES = ((128, 256, 128), (64, 128, 256))
