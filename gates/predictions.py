@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,12 +40,30 @@ def predict(task: Task, model: nn.Module, device: torch.device) -> Predicted:
     Raises:
         NarrowgateError: there are no rows, or predictions that do not fit together.
     """
+    return joined(predict_parts(task, model, task.eval_batches(), device, Arithmetic.of(device)))
+
+
+def predict_parts(
+    task: Task, model: nn.Module, batches: Iterable[Any], device: torch.device, arithmetic: Arithmetic
+) -> list[Prediction]:
+    """Return what ``model`` says of each of ``batches``; leaves it in training mode.
+
+    Raises:
+        NarrowgateError: predictions that do not fit together.
+    """
     model.eval()
-    parts: list[Prediction] = []
-    with torch.no_grad(), Arithmetic.of(device).context():
-        for batch in task.eval_batches():
-            parts.append(_checked(task.predict(model, to_device(batch, device))))
+    with torch.no_grad(), arithmetic.context():
+        parts = [_checked(task.predict(model, to_device(batch, device))) for batch in batches]
     model.train()
+    return parts
+
+
+def joined(parts: Sequence[Prediction]) -> Predicted:
+    """Put the predictions of all held-out batches together.
+
+    Raises:
+        NarrowgateError: there are none, or they do not fit together.
+    """
     if not parts:
         raise NarrowgateError("eval_batches() yielded no batch")
 

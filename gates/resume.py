@@ -72,15 +72,22 @@ class SeedStore:
 
     def train(self, arm: Arm, seed: int, watch: Watch) -> Trained:
         """Return the kept training of ``arm`` under ``seed``, or train and keep it."""
-        path, key = self._place(arm, seed)
-        found, note = _read(path, key)
+        found, note = self.find(arm, seed)
         if found is not None:
             watch(len(found.losses), len(found.losses), float(found.losses[-1]))
-            return replace(found, reused=True)
-        trained = arm.train(seed, watch)
+            return found
+        return self.keep(arm, arm.train(seed, watch), note)
+
+    def find(self, arm: Arm, seed: int) -> tuple[Trained | None, str | None]:
+        """Return the kept training of ``arm`` under ``seed``; without one, why a file was not taken where there is."""
+        found, note = _read(*self._place(arm, seed))
+        return None if found is None else replace(found, reused=True), note
+
+    def keep(self, arm: Arm, trained: Trained, note: str | None = None) -> Trained:
+        """Keep a training that :meth:`find` did not find; return it with ``note`` and why it could not be kept."""
         notes = [note] if note else []
         try:
-            _write(path, key, trained)
+            _write(*self._place(arm, trained.seed), trained)
         except OSError as error:
             notes.append(f"finished trainings could not be kept: {error.strerror}")
         return replace(trained, notes=tuple(notes))

@@ -105,4 +105,6 @@ def _moves(parameter: Tensor) -> Tensor:
     grad = parameter.grad
     if grad is None:
         return torch.zeros((), dtype=torch.bool, device=parameter.device)
+    if hasattr(grad, "to_local"):  # this rank's rows
+        grad = grad.to_local()
     return (grad._values() if grad.is_sparse else grad).count_nonzero() > 0

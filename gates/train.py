@@ -25,6 +25,8 @@ from torch import Tensor, nn
 from ..precision.errors import NarrowgateError
 from .arithmetic import Arithmetic
 from .batches import fingerprint, length, tensors, to_device, weights_fingerprint
+from .model_state import RunError as RunError
+from .model_state import copy_state, gradient_norm, hyperparameters
 from .predictions import Predicted, predict
 from .rows import rows_for
 from .stability import NOT_OBSERVED, Observed
@@ -44,12 +46,6 @@ _FETCH_EVERY = 20
 _RECOMPILES = 64
 #: A draw is numbered optimizer step * 2**32 + forward: room for 2**20 steps a seed.
 _DRAWS_A_SEED_BITS = 52
-#: What both arms' optimizers must agree on, as far as they have it.
-_HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "amsgrad")
-
-
-class RunError(RuntimeError):
-    """The run failed for a reason that is no bad input: the command ends with exit code 4."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +139,7 @@ class Arm:
         assert self._model is not None
         # Not the compiled one: a second graph an arm costs a minute to compile, for some batches.
         begun = time.perf_counter()
-        predicted = Predicted() if broken else predict(self.task, self._model, self.device)
+        predicted = Predicted() if broken else self._predicted(self._model)
         ended = time.perf_counter()
         return Trained(
             seed=seed,
@@ -182,10 +178,10 @@ class Arm:
             self._model = fresh
             if self.recipe is not None:
                 self._apply(fresh, self.recipe, seed)
-            self._callable = compile_model(fresh) if self.compiled else fresh
+            self._callable = self._prepared(fresh)
         else:
             self._model.to(self.device)
-            _copy_state(fresh, self._model)
+            self._copy_state(fresh, self._model)
         if self._plan is not None and self.compiled:
             self._reset_recipe(seed)
         return weights
@@ -195,7 +191,7 @@ class Arm:
         self.start(seed)
         assert self._model is not None
         self._model.train()
-        optimizer, arithmetic = self._optimizer(), Arithmetic.of(self.device)
+        optimizer, arithmetic = self._optimizer(), self.arithmetic
 
         def step(batch: Any) -> None:
             optimizer.zero_grad(set_to_none=True)
@@ -203,6 +199,7 @@ class Arm:
                 loss = self.task.loss(self._callable, batch)
             loss.backward()
             optimizer.step()
+            self._after_step()
 
         return step
 
@@ -242,7 +239,7 @@ class Arm:
             return
         from ..recipes import apply_recipe
 
-        rows = rows_for(recipe, self.task, model)
+        rows = self._rows(recipe, model)
         self._plan = apply_recipe(model, recipe, backend=self.backend, seed=seed, rows=rows)
 
     def _optimizer(self) -> Any:
@@ -261,7 +258,7 @@ class Arm:
         assert self._model is not None
         model = self._model
         model.train()
-        optimizer, arithmetic = self._optimizer(), Arithmetic.of(self.device)
+        optimizer, arithmetic = self._optimizer(), self.arithmetic
         batches, total = self.batches(seed)
         fetched: list[NDArray[np.float64]] = []
         waiting: list[Tensor] = []
@@ -269,7 +266,7 @@ class Arm:
         first_batch, first_step, peak, started = "", 0.0, None, time.perf_counter()
         fetch_every = _FETCH_EVERY if self.device.type == "cuda" else 1
         step = 0
-        seed_generators(_dropout_seed(seed))
+        seed_generators(self._dropout_seed(seed))
 
         def loss_of(callable_: Any, batch: Any) -> Tensor:
             with arithmetic.context():
@@ -281,7 +278,8 @@ class Arm:
             batch = to_device(batch, self.device)
             if self.compiled and tensor_watch.due(step):
                 peak, begun = self._peak(peak), time.perf_counter()
-                tensor_watch.probe(step, model, lambda batch=batch: loss_of(model, batch))
+                with self.eagerly():
+                    tensor_watch.probe(step, model, lambda batch=batch: loss_of(model, batch))
                 self._reset_peak()
                 if step == 1:  # what the first step takes is compilation, not counting
                     started += time.perf_counter() - begun
@@ -291,11 +289,12 @@ class Arm:
                 if loss.numel() != 1:
                     raise NarrowgateError(f"loss() returned a tensor of shape {list(loss.shape)}, expected a scalar")
                 loss.backward()
-            waiting.append(torch.stack([loss.detach().reshape(()).float(), gradient_norm(model)]))
+            waiting.append(self._noted(loss.detach().reshape(()), model))
             tensor_watch.gradients(step, model)
             optimizer.step()
+            self._after_step()
             if step % fetch_every == 0 or step == 1:
-                fetched.append(torch.stack(waiting).double().cpu().numpy())
+                fetched.append(self._fetched(waiting))
                 waiting.clear()
                 watch(step, total, float(fetched[-1][-1, 0]))
                 if step == 1:
@@ -304,7 +303,7 @@ class Arm:
                 if not np.isfinite(fetched[-1]).all():
                     break
         if waiting:
-            fetched.append(torch.stack(waiting).double().cpu().numpy())
+            fetched.append(self._fetched(waiting))
         if not fetched:
             raise NarrowgateError(f"train_batches({seed}) yielded no batch")
         watch(step, step, float(fetched[-1][-1, 0]))
@@ -317,6 +316,45 @@ class Arm:
             optimizer=(*facts, *hyperparameters(optimizer)),
             peak=self._peak(peak),
         )
+
+    # What an arm of several ranks does in another way: narrowgate.gates.rank_arm.
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        """In what the arm computes around its recipe."""
+        return Arithmetic.of(self.device)
+
+    def eagerly(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a context in which the model itself, not :attr:`_callable`, runs without compiled code."""
+        return contextlib.nullcontext()
+
+    def _prepared(self, model: nn.Module) -> Any:
+        """Return what is called in training, of a fresh model with its recipe."""
+        return compile_model(model) if self.compiled else model
+
+    def _rows(self, recipe: Recipe, model: nn.Module) -> dict[str, int] | None:
+        return rows_for(recipe, self.task, model)
+
+    def _predicted(self, model: nn.Module) -> Predicted:
+        return predict(self.task, model, self.device)
+
+    def _noted(self, loss: Tensor, model: nn.Module) -> Tensor:
+        """[2]: what is kept of a step on the device, from which :meth:`_fetched` makes the loss and gradient norm."""
+        return torch.stack([loss.float(), gradient_norm(model)])
+
+    def _fetched(self, noted: list[Tensor]) -> NDArray[np.float64]:
+        """[steps, 2] on the host: loss and gradient norm of each step."""
+        return torch.stack(noted).double().cpu().numpy()
+
+    def _dropout_seed(self, seed: int) -> int:
+        # Apart from the seed that drew the weights, so that masks are not a function of them.
+        return (seed * 0x9E3779B1 + 0x7F4A7C15) % 2**63
+
+    def _after_step(self) -> None:
+        """Do what belongs to a step behind the optimizer's."""
+
+    def _copy_state(self, source: nn.Module, target: nn.Module) -> None:
+        copy_state(source, target)
 
     def _peak(self, before: int | None) -> int | None:
         if self.device.type != "cuda":
@@ -361,41 +399,3 @@ def seed_generators(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
-
-
-def gradient_norm(model: nn.Module) -> Tensor:
-    """Return the total gradient norm, FP32 scalar on the model's device; not finite where any gradient is not."""
-    grads: list[Tensor] = [p.grad for p in model.parameters() if p.grad is not None]
-    if not grads:
-        raise NarrowgateError("no parameter has a gradient after loss().backward()")
-    grads = [g._values() if g.is_sparse else g for g in grads]
-    return torch.nn.utils.get_total_norm(grads).float()
-
-
-def hyperparameters(optimizer: Any) -> list[dict[str, Any]]:
-    """Return what an optimizer trains each of its parameter groups with; empty where it does not say."""
-    groups = getattr(optimizer, "param_groups", [])
-    return [{name: _plain(group[name]) for name in _HYPERPARAMETERS if name in group} for group in groups]
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, tuple | list):
-        return [_plain(part) for part in value]
-    return float(value) if isinstance(value, Tensor) else value
-
-
-def _dropout_seed(seed: int) -> int:
-    # Apart from the seed that drew the weights, so that masks are not a function of them.
-    return (seed * 0x9E3779B1 + 0x7F4A7C15) % 2**63
-
-
-def _copy_state(source: nn.Module, target: nn.Module) -> None:
-    """Copy parameters and buffers, also those that are not persistent, in place."""
-    fresh = dict([*source.named_parameters(), *source.named_buffers()])
-    with torch.no_grad():
-        for name, value in [*target.named_parameters(), *target.named_buffers()]:
-            if name not in fresh or fresh[name].shape != value.shape:
-                raise RunError(f"build_model() built '{name}' in another shape for another seed")
-            value.copy_(fresh[name])
-            if isinstance(value, nn.Parameter):
-                value.grad = None

@@ -83,16 +83,17 @@ def test_training_stops_at_a_loss_that_is_not_finite(room: Path) -> None:
 
 
 def test_reinitialising_in_place_equals_building_anew(task) -> None:
-    from narrowgate.gates.train import _copy_state, seed_generators
+    from narrowgate.gates.model_state import copy_state
+    from narrowgate.gates.train import seed_generators
 
     seed_generators(0)
     live = task.build_model()
     seed_generators(1)
     fresh = task.build_model()
-    _copy_state(fresh, live)
+    copy_state(fresh, live)
     assert weights_fingerprint(live) == weights_fingerprint(fresh)
     with pytest.raises(RunError, match="another shape"):
-        _copy_state(nn.Linear(2, 3), nn.Linear(2, 4))
+        copy_state(nn.Linear(2, 3), nn.Linear(2, 4))
 
 
 def test_rows_of_a_pair_give_the_interval_of_their_mean(task) -> None:
