@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import Field, model_validator
 
+from .measurements_distributed import DistributedRun
+from .measurements_speed import Clocks as Clocks
+from .measurements_speed import KernelClass as KernelClass
+from .measurements_speed import Quartet as Quartet
+from .measurements_speed import StepTime as StepTime
+from .record import Record as Record
 from .statistics import Estimate
 
 Arm = Literal["baseline", "candidate"]
-
-
-class Record(BaseModel):
-    """A frozen record of the report; unknown fields are errors, and a value that is not finite never enters."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class SliceQuality(Record):
@@ -39,7 +39,7 @@ class TaskQuality(SliceQuality):
     #: Mean AUC within groups, weighted by their rows; None where the task names no groups.
     gauc: float | None = None
     #: By the names of the slices that the task marks.
-    slices: dict[str, SliceQuality] = {}
+    slices: dict[str, SliceQuality] = Field(default_factory=dict)
 
 
 class LossSummary(Record):
@@ -152,8 +152,8 @@ class RowEstimate(Record):
 class SliceRows(Record):
     """Row intervals within one slice, by task."""
 
-    ne: dict[str, RowEstimate] = {}
-    auc: dict[str, RowEstimate] = {}
+    ne: dict[str, RowEstimate] = Field(default_factory=dict)
+    auc: dict[str, RowEstimate] = Field(default_factory=dict)
 
 
 class RowIntervals(Record):
@@ -166,57 +166,8 @@ class RowIntervals(Record):
     ne: dict[str, RowEstimate]
     auc: dict[str, RowEstimate]
     #: GAUC loss, by task: over groups, each of which is a cluster.
-    gauc: dict[str, RowEstimate] = {}
-    slices: dict[str, SliceRows] = {}
-
-
-class Clocks(Record):
-    """The GPU's state at the end of a quartet, from NVML."""
-
-    sm_mhz: int
-    watts: float
-    celsius: int
-    #: Names of the reasons for which clocks were held down; empty at full clocks.
-    throttle: tuple[str, ...]
-
-
-class Quartet(Record):
-    """Four blocks of whole steps, baseline and candidate in the order given; median milliseconds a step."""
-
-    order: Literal["ABBA", "BAAB"]
-    #: By device events, two blocks an arm.
-    baseline_ms: tuple[float, float]
-    candidate_ms: tuple[float, float]
-    #: By the host's clock over each block.
-    baseline_host_ms: tuple[float, float]
-    candidate_host_ms: tuple[float, float]
-    clocks: Clocks | None = None
-
-
-class KernelClass(Record):
-    """Milliseconds a step that each arm spends in one class of kernels."""
-
-    name: str
-    baseline_ms: float
-    candidate_ms: float
-
-
-class StepTime(Record):
-    """The step-time experiment, or why there was none."""
-
-    status: Literal["measured", "no_gpu", "emulated", "skipped"]
-    quartets: tuple[Quartet, ...] = ()
-    steps_per_block: int | None = None
-    #: Compilation and warm-up before the first quartet, both arms.
-    warmup_seconds: float | None = None
-    #: Why measuring stopped: the interval was tight enough, or the time budget ended.
-    stopped: str | None = None
-    #: Why clocks are absent, where they are.
-    clocks_note: str | None = None
-    #: Where the time goes, the largest difference first; empty where nobody profiled. Since minor 1.
-    kernels: tuple[KernelClass, ...] = ()
-    #: Spent on profiling. Since minor 2.
-    profile_seconds: float | None = None
+    gauc: dict[str, RowEstimate] = Field(default_factory=dict)
+    slices: dict[str, SliceRows] = Field(default_factory=dict)
 
 
 class FusedTime(Record):
@@ -334,6 +285,13 @@ class Measurements(Record):
     looks: tuple[int, ...] = ()
     #: Where quality is lost, where that was asked for.
     parts: tuple[PartQuality, ...] = ()
+    #: Of a run on several ranks; ``step_time`` is then one rank's own, without the others. Since minor 3.
+    distributed: DistributedRun | None = None
+
+    @property
+    def deciding_step(self) -> StepTime:
+        """The step that is judged: of all ranks together, where there are several."""
+        return self.step_time if self.distributed is None else self.distributed.step
 
     @model_validator(mode="after")
     def _stopped_at_a_look(self) -> Measurements:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .batch import Batch
+from .data.by_rank import RankData
 from .data.loader import BatchSource, BatchStream
 from .data.source import open_data
 from .experts import imbalance
@@ -81,6 +82,14 @@ class GemTask:
     def eval_batches(self) -> BatchStream:
         """Return the held-out rows, the same for every seed."""
         return self.data.eval_batches()
+
+    def for_rank(self, rank: int, ranks: int) -> GemTask:
+        """Return the task as one of several ranks trains it: of every batch it has an equal part of the rows.
+
+        Raises:
+            NarrowgateError: the ranks do not divide a batch.
+        """
+        return GemTask(self.preset, RankData(self.data, rank, ranks))
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the log loss averaged over rows and tasks, FP32 scalar; a mixture's balance loss joins in training."""

@@ -35,16 +35,13 @@ from ...recipes import resolve
 from ...recipes.topology import example_topology
 from ...recipes.wire_plan import Layout, predict_wire
 from ...recipes.wire_units import Sharding
-from ..measurements import Clocks
-from ..speed import BlockTime, CudaTimer, HostTimer, StepFunction, Timer
+from ..sharded import RankTimer, Switch, shard, switch_collectives
+from ..speed import BlockTime, CudaTimer, HostTimer, StepFunction
 from ..train import honest_compilation, seed_generators
 from .fsdp2_arms import ShardedArm, ShardedCase
-from .fsdp2_gather import all_gather
 from .gem import GemSettings, ratio, take_turns
 
 Row = dict[str, Any]
-# PyTorch 2.13 renamed it.
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 Blocks = Mapping[str, list[tuple[BlockTime, BlockTime]]]
 _WARMUPS = 3
 #: So small that steps without collectives, in which ranks part, do no harm to what is timed after them.
@@ -63,62 +60,6 @@ class ShardedResult:
     faults: list[str] = field(default_factory=list)
 
 
-class RankTimer:
-    """Another timer's blocks on all ranks: begun together, as slow as the slowest; and one clock for all."""
-
-    def __init__(self, inner: Timer, device: torch.device) -> None:
-        self.inner, self.device = inner, device
-
-    def block(self, step: StepFunction, steps: int) -> BlockTime:
-        """Time a block on every rank; return the largest times."""
-        dist.barrier()
-        own = self.inner.block(step, steps)
-        times = torch.tensor([own.device_ms, own.host_ms], dtype=torch.float64, device=self.device)
-        dist.all_reduce(times, dist.ReduceOp.MAX)
-        device_ms, host_ms = times.tolist()
-        return BlockTime(device_ms, host_ms)
-
-    def now(self) -> float:
-        """The first rank's clock: all ranks stop alike."""
-        told = torch.tensor(self.inner.now(), dtype=torch.float64, device=self.device)
-        dist.broadcast(told, 0)
-        return float(told)
-
-    def clocks(self) -> Clocks | None:
-        """This rank's device's clocks."""
-        return self.inner.clocks()
-
-
-class _Switch:
-    """FSDP2's collectives as they are, or without a wire where :attr:`local` is set."""
-
-    def __init__(self) -> None:
-        self.local = False
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A buffer, as FSDP2's own collectives make it."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-
-class _Gather(_Switch):
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
-        if not self.local:
-            return all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
-        # Not onto itself: the input is this rank's part of the output.
-        for rank, part in enumerate(output_tensor.chunk(group.size())):
-            if rank != group.rank():
-                part.copy_(input_tensor)
-        return None
-
-
-class _Scatter(_Switch):
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
-        if not self.local:
-            return reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
-        output_tensor.copy_(input_tensor.chunk(group.size())[group.rank()])
-        return None
-
-
 @dataclass
 class Running:
     """An arm that is sharded, compiled and warm."""
@@ -126,7 +67,7 @@ class Running:
     arm: ShardedArm
     step: StepFunction
     #: None where the recipe reduces gradients itself, which nothing can stand in for.
-    switches: tuple[_Gather, _Scatter] | None
+    switches: tuple[Switch, Switch] | None
     loss: float
     wire: WireCount
     #: At the height of a step, above what lies there between steps.
@@ -243,7 +184,8 @@ def _make(arm: ShardedArm, case: ShardedCase, mesh: DeviceMesh, settings: GemSet
     seed_generators(0)
     model = case.build()
     plan = arm.prepare(model, case.where, settings.device)
-    shard(model, case.units(model), mesh, compiled=settings.gpu)
+    # Tables stay whole.
+    shard(model, case.units(model), mesh, compiled=settings.gpu, ignored=table_parameters(model))
     switches = switch_collectives(model) if arm.reduce is None else None
     dense = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(dense, lr=_RATE, fused=settings.gpu or None)
@@ -280,34 +222,6 @@ def _make(arm: ShardedArm, case: ShardedCase, mesh: DeviceMesh, settings: GemSet
         torch.cuda.synchronize(settings.device)
         peak = torch.cuda.max_memory_allocated(settings.device) - before
     return Running(arm, step, switches, float(losses[0]), wire, peak)
-
-
-def shard(model: nn.Module, units: list[str], mesh: DeviceMesh, *, compiled: bool) -> None:
-    """Hand ``model`` to FSDP2, unit by unit, in BF16; tables stay whole."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    ignored = set(table_parameters(model))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    for name in units:
-        module = model.get_submodule(name)
-        if compiled:
-            module: Any = torch.compile(module)
-            parent, _, last = name.rpartition(".")
-            model.get_submodule(parent)._modules[last] = module
-        fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=ignored)
-    fully_shard(model, mesh=mesh, mp_policy=policy, ignored_params=ignored)
-
-
-def switch_collectives(model: nn.Module) -> tuple[_Gather, _Scatter]:
-    """Put switches in the place of all collectives of a sharded model, and return them."""
-    from torch.distributed.fsdp import FSDPModule
-
-    switches = _Gather(), _Scatter()
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_custom_all_gather(switches[0])  # type: ignore[arg-type]
-            module.set_custom_reduce_scatter(switches[1])  # type: ignore[arg-type]
-    return switches
 
 
 def _row(case: ShardedCase, one: Running, found: Blocks, mesh: DeviceMesh, settings: GemSettings) -> Row:

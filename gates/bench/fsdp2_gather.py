@@ -28,11 +28,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...recipes.topology import example_topology
+from ..sharded import all_gather
 from .gem import GemSettings
 
 Row = dict[str, Any]
-# PyTorch 2.13 renamed it.
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 #: Launches a gather; what it returns waits for it.
 Gather = Callable[[], Callable[[], Any]]
 PAYLOADS = {"bf16": torch.bfloat16, "fp8": torch.uint8}
