@@ -248,6 +248,7 @@ def test_casts_on_a_gpu_are_the_references_and_slower_than_the_memory():
     )
     assert cast_faults(rows) == []
     own = [row for row in rows if row["arm"] == "narrowgate"]
-    assert [row["correct"] for row in own] == [True] * 5
+    assert own
+    assert all(row["correct"] is True for row in own)
     assert all(0 < row["tb_per_s"] <= row["memory_tb_per_s"] for row in own)
     assert all(0.5 < row["copy_tb_per_s"] / row["memory_tb_per_s"] < 1 for row in own)

@@ -132,11 +132,9 @@ def test_the_report_tells_formats_from_fusion(measurements, make_report, step_ti
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_the_bf16_arm_writes_through_the_fused_kernels() -> None:
-    from narrowgate.models import GemTask
-
-    task, recipe, device = GemTask.open("gem-tiny", "synthetic", "cuda"), load_recipe("gem-fp8"), torch.device("cuda")
-    plan = apply_recipe(task.build_model(), recipe)
+def test_on_a_gpu_the_bf16_arm_writes_through_the_fused_kernels(room: Path) -> None:
+    task, recipe, device = load_task("ranker:good"), load_recipe("all-fp8.yaml"), torch.device("cuda")
+    plan = apply_recipe(task.build_model().to(device), recipe)
     found = measure_fused_time(Arm(task, device, recipe), plan, FEW, 0.05)
     assert found.why is None
     assert len(found.quartets) == FEW.min_quartets
