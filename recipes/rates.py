@@ -3,13 +3,14 @@
 A file of rates is what ``scripts/bench_gemm_rates`` writes. The files of ``recipes/devices`` ship with the package; a
 device without one has no prices.
 
-Between measured shapes throughput is **predicted**. A shape (m, k, n) is a point
-``(log2 mkn, log2 min(m, k, n), log2(k) / 4, log2(max(m, n)) / 4)``: volume and smallest side decide how well a GEMM
-fills the machine, the other two only tell shapes apart that are alike in both. BF16 throughput is the mean of the
-measured logarithms, weighted by distance to the power of -4; every other variant is another one's throughput times its
-measured ratio to it, weighted the same way, so a variant measured at few shapes still follows the machine. Both are
-exact at measured shapes. Below the smallest measured shape a rate flatters: there the bytes of the operands, at copy
-bandwidth, bound the time from below.
+Between measured shapes throughput is **predicted**. With ``t = mn / 128²`` a shape (m, k, n) is the point
+``(2 log2 min(t, 132), log2(mkn) / 2, log2(min(m, k, n)) / 2, log2(k) / 2, log2(max(m, n)) / 10)``: tiles of the result,
+as far as they find an H200's multiprocessors idle, count most, because a contraction is seldom split over several
+(weight gradients of narrow layers are long and have few tiles); volume and sides tell the rest apart. BF16 throughput
+is the mean of the measured logarithms, weighted by distance to the power of -4; every other variant is another one's
+throughput times its measured ratio to it, weighted the same way, so a variant measured at few shapes still follows the
+machine. Both are exact at measured shapes. Below the smallest measured shape a rate flatters: there the bytes of the
+operands, at copy bandwidth, bound the time from below.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ VARIANTS = (
 _RELATIVE = {"fp8_1x128/accurate": "fp8_block/accurate"}
 #: Distance counts to this power: the nearest measured shapes decide.
 _FALLOFF = 4
-#: How much of a dimension's logarithm counts where it only tells shapes apart.
-_TIE = 0.25
+#: Side of a usual tile of a result, and how many the device computes at once.
+_TILE, _MULTIPROCESSORS = 128, 132
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Size = Annotated[int, Field(gt=0)]
@@ -223,7 +224,8 @@ def _parse(text: str, file: str) -> Rates:
 
 def _point(m: int, k: int, n: int) -> tuple[float, ...]:
     volume, least = math.log2(m) + math.log2(k) + math.log2(n), math.log2(min(m, k, n))
-    return volume, least, _TIE * math.log2(k), _TIE * math.log2(max(m, n))
+    tiles = min(math.log2(m) + math.log2(n) - 2 * math.log2(_TILE), math.log2(_MULTIPROCESSORS))
+    return 2 * tiles, 0.5 * volume, 0.5 * least, 0.5 * math.log2(k), 0.1 * math.log2(max(m, n))
 
 
 def _interpolated(point: tuple[float, ...], measured: Iterable[tuple[tuple[int, int, int], float]]) -> float:

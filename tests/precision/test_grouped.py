@@ -472,7 +472,8 @@ def check_native(name, all_offsets, *, compiled):
     layer_state(loop).here = NAMED_DEVICES["cpu"]
     torch._dynamo.reset()  # a code object may be compiled a few times only, and each case is a module of its own
     run = torch.compile(grouped, fullgraph=True) if compiled else grouped
-    bias = float(grouped.bias.detach().abs().max()) if compiled else 0.0  # which Inductor adds before it is rounded to BF16
+    # Inductor adds the bias before it is rounded to BF16.
+    bias = float(grouped.bias.detach().abs().max()) if compiled else 0.0
     for offsets in all_offsets:
         x, ends = (t.cuda() for t in rows(offsets, 144))
         torch.cuda.synchronize()
