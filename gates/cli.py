@@ -91,12 +91,23 @@ def gate(
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Train anew what an interrupted run into the same folder left finished.")
     ] = False,
+    collective_timeout: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option(
+            "--collective-timeout",
+            min=1,
+            metavar="SECONDS",
+            help="On several ranks: how long one may wait for another [default: 600].",
+        ),
+    ] = None,
     json: Json = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
 ) -> None:
     """Train baseline and candidate as pairs, decide, and write reports.
 
     Exit code: 0 accept, 1 reject, 2 bad input, 3 inconclusive, 4 the run failed.
+
+    On several GPUs: torchrun --nproc-per-node 2 -m narrowgate.gates gate mine.yaml --model gem-base
 
     Example: narrowgate gate gem-fp8 --model gem-tiny --data ml-100k:data/ml-100k
 
@@ -127,6 +138,7 @@ def gate(
                 attribute_quality=attribute_quality,
                 json=json,
                 quiet=quiet,
+                collective_timeout=collective_timeout,
             )
         )
     )

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..precision.errors import NarrowgateError, did_you_mean
 from . import exits
@@ -23,7 +23,11 @@ from .outputs import (
     write_summary,
 )
 from .policy import load_policy
+from .ranks import Place
 from .report import FILES, Report
+
+if TYPE_CHECKING:
+    from .run import Run
 
 DEFAULT_OUT = "reports"
 _DEVICES = ("auto", "cpu", "cuda")
@@ -49,14 +53,44 @@ class GateOptions:
     attribute_quality: bool = False
     json: bool = False
     quiet: bool = False
+    collective_timeout: float | None = None
 
 
 def gate_command(options: GateOptions) -> int:
-    """Run the command and return its exit code."""
+    """Run the command and return its exit code; of several ranks, as one of them."""
+    place = Place.of_environment()
+    if place is not None:
+        from .cli_ranks import gate_on_ranks
+
+        return gate_on_ranks(options, place)
     if options.source is not None:
         return _decide_again(options, options.source)
     if options.config is not None:
         return _gates_of_file(options, options.config)
+    run = prepared(options, pick_device(options.device))
+    out = Path(options.out or DEFAULT_OUT)
+    check_writable(out)
+    _store(out, options.fresh)
+    from .progress import make_progress
+    from .run import run_gate
+
+    try:
+        with make_progress(options.quiet) as progress:
+            reports = run_gate(run, progress)
+    except NarrowgateError:
+        raise
+    except Exception as error:
+        write_failures(out, [recipe.name for recipe in run.recipes], exits.failure_text(error))
+        raise
+    return finish(reports, out, options)
+
+
+def prepared(options: GateOptions, device: str) -> Run:
+    """Return what a command line that names recipes asks for.
+
+    Raises:
+        NarrowgateError: options that contradict each other, a recipe or policy that does not read.
+    """
     if not options.recipes:
         raise NarrowgateError("gate: expected a recipe: a built-in name or a file (`narrowgate recipes` lists them)")
     if options.task is not None and (options.model or options.data):
@@ -65,13 +99,9 @@ def gate_command(options: GateOptions) -> int:
 
     recipes = tuple(load_recipe(name) for name in options.recipes)
     policy = load_policy(options.policy or "standard")
-    _check_backend(options.backend)
-    out = Path(options.out or DEFAULT_OUT)
-    check_writable(out)
-    device = pick_device(options.device)
-    from .progress import make_progress
-    from .resume import settle
-    from .run import Run, run_gate
+    check_backend(options.backend)
+    from .resume import FOLDER
+    from .run import Run
     from .task import TaskSource
 
     source = TaskSource(
@@ -81,23 +111,21 @@ def gate_command(options: GateOptions) -> int:
         device=device,
         steps=options.steps,
     )
-    store = _store(out, options.fresh)
-    run = Run(source, recipes, policy, options.backend, options.seeds, store, options.attribute_quality)
-    try:
-        with make_progress(options.quiet) as progress:
-            reports = run_gate(run, progress)
-    except NarrowgateError:
-        raise
-    except Exception as error:
-        _write_failure(out, [recipe.name for recipe in recipes], error)
-        raise
+    store = Path(options.out or DEFAULT_OUT) / FOLDER
+    return Run(source, recipes, policy, options.backend, options.seeds, store, options.attribute_quality)
+
+
+def finish(reports: Sequence[Report], out: Path, options: GateOptions) -> int:
+    """Write and print a run's reports, forget the trainings that nobody needs any more, and return the exit code."""
+    from .resume import FOLDER, settle
+
     if len(reports) == 1:
         write_report(reports[0], out)
-        settle(store)
+        settle(out / FOLDER)
         _print(reports[0], out, options)
         return exits.exit_code([reports[0].verdict])
     code = _finish([Outcome(report.recipe.name, report.recipe.name, report) for report in reports], out, options)
-    settle(store)
+    settle(out / FOLDER)
     return code
 
 
@@ -167,8 +195,8 @@ def _store(out: Path, fresh: bool) -> Path:
     return out / FOLDER
 
 
-def _write_failure(out: Path, recipes: Sequence[str], error: Exception) -> None:
-    text = exits.failure_text(error)
+def write_failures(out: Path, recipes: Sequence[str], text: str) -> None:
+    """Leave in ``out`` that the run of ``recipes`` failed, and why."""
     if len(recipes) == 1:
         write_failure(recipes[0], text, out)
         return
@@ -220,7 +248,12 @@ def _decide_again(options: GateOptions, source: str) -> int:
     return exits.exit_code([again.verdict])
 
 
-def _check_backend(backend: str | None) -> None:
+def check_backend(backend: str | None) -> None:
+    """Refuse a backend that nobody knows.
+
+    Raises:
+        NarrowgateError: names those that are.
+    """
     from ..recipes.recipe import BACKENDS
 
     if backend is not None and backend not in BACKENDS:

@@ -17,6 +17,7 @@ from .gate_modules import judge_module_time
 from .gate_quality import judge_auc, judge_gauc, judge_ne
 from .gate_run import judge_memory, judge_step_time
 from .gate_stability import judge_stability
+from .gate_wire import wire_faults
 from .judgement import Gate, Judgement, Levels, Reason
 from .measurements import Measurements, Record
 from .policy import Policy
@@ -54,7 +55,7 @@ def decide(
     status = {id(reason): j.gate.status for j in judged for reason in j.reasons}
     failing = [r for r in found if status[id(r)] == "fail"]
     open_ = [r for r in found if status[id(r)] == "undecided"]
-    insane = _baseline_faults(measurements)
+    insane = [*_baseline_faults(measurements), *wire_faults(measurements)]
     anomalies = [r for r in open_ if r.code == "anomaly"]
     verdict: Literal["accept", "reject", "inconclusive"]
     if insane:

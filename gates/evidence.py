@@ -7,6 +7,7 @@ from typing import Any
 
 from . import looks, statistics
 from .decision import Decision
+from .evidence_distributed import distributed_level
 from .evidence_speed import module_level, step_level
 from .measurements import ArmRun, Measurements, PartQuality
 from .report import Evidence, Level, Statistics
@@ -19,7 +20,6 @@ _METHOD = (
     " Holm across recipes, no correction across gates."
 )
 _METRICS = ("ne", "auc", "calibration", "log_loss", "gauc")
-_NOT_BUILT = "this version measures no such level"
 
 
 def statistics_of(m: Measurements, decision: Decision) -> Statistics:
@@ -45,14 +45,17 @@ def evidence_of(m: Measurements, alpha: float, arithmetic: str) -> Evidence:
         arithmetic: what the baseline computed in.
     """
 
-    def absent(baseline: str, scope: str, why: str = _NOT_BUILT) -> Level:
-        return Level(status="not_measured", why=why, baseline=baseline, scope=scope)
-
+    kernel = Level(
+        status="not_measured",
+        why="this version measures no such level",
+        baseline="the same kernel writing BF16",
+        scope="one kernel, caches flushed",
+    )
     return Evidence(
-        kernel=absent("the same kernel writing BF16", "one kernel, caches flushed"),
+        kernel=kernel,
         module=module_level(m, alpha),
         step=step_level(m, alpha),
-        distributed=absent("the same step with BF16 payload", "all ranks of one job"),
+        distributed=distributed_level(m, alpha),
         quality=_quality(m, alpha, arithmetic),
     )
 

@@ -28,7 +28,7 @@ _SPEED_ABSENT = {
 
 def judge_step_time(m: Measurements, policy: Policy, levels: Levels) -> Judgement:
     """Judge the speedup of the whole step: its t interval over quartets, on the log ratio."""
-    step = m.step_time
+    step = m.deciding_step
     device_time = host_time = None
     if len(step.quartets) >= 2:
         device_time = statistics.paired(
@@ -91,9 +91,8 @@ def judge_step_time(m: Measurements, policy: Policy, levels: Levels) -> Judgemen
 
 
 def _more_quartets(m: Measurements, policy: Policy) -> str:
-    ratios = statistics.log_ratios(
-        [q.baseline_ms for q in m.step_time.quartets], [q.candidate_ms for q in m.step_time.quartets]
-    )
+    quartets = m.deciding_step.quartets
+    ratios = statistics.log_ratios([q.baseline_ms for q in quartets], [q.candidate_ms for q in quartets])
     spread, n = float(ratios.std(ddof=1)), len(ratios)
     needed = statistics.seeds_needed(float(ratios.mean()), spread, math.log(policy.min_speedup), policy.alpha)
     if needed is None or needed <= n:

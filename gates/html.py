@@ -11,6 +11,7 @@ from markupsafe import Markup
 from ruamel.yaml import YAML
 
 from .charts import WIDTH
+from .evidence_distributed import distributed_lines
 from .measurements import Operand
 from .plots_modules import module_chart
 from .plots_quality import loss_charts, quality_charts
@@ -41,7 +42,7 @@ def render_html(report: Report) -> str:
         width=WIDTH,
         css=Markup((_HERE / "report.css").read_text(encoding="utf-8")),
         gates=[{**gate_row(gate), "passed": gate.status} for gate in report.gates],
-        quality=[*quality_lines(report), *speed_lines(report)],
+        quality=[*quality_lines(report), *speed_lines(report), *distributed_lines(report.evidence.distributed)],
         charts=[chart for chart in charts if chart is not None],
         wall=wall_chart(report),
         slices=slice_rows(report),

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..precision.errors import NarrowgateError
+from ..precision.surroundings import WRAPPER_PARTS
 
 #: What both arms' optimizers must agree on, as far as they have it.
 _HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "amsgrad")
@@ -36,6 +37,11 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return [_plain(part) for part in value]
     return float(value) if isinstance(value, Tensor) else value
+
+
+def plain_name(name: str) -> str:
+    """Return a parameter's or buffer's name without the parts that wrappers add."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPER_PARTS)
 
 
 def copy_state(source: nn.Module, target: nn.Module) -> None:

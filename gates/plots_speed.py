@@ -16,7 +16,7 @@ _IN_REACH = 4
 
 def speed_charts(report: Report) -> list[Chart]:
     """Return block medians in the order they were measured, and the distribution of the speedup over quartets."""
-    if len(report.measurements.step_time.quartets) < 2:
+    if len(report.measurements.deciding_step.quartets) < 2:
         return []
     return [_blocks(report), _speedups(report)]
 
@@ -71,7 +71,7 @@ def wall_chart(report: Report) -> Chart | None:
 
 def _blocks(report: Report) -> Chart:
     left, top, right, bottom = frame(260)
-    step = report.measurements.step_time
+    step = report.measurements.deciding_step
     blocks = [
         (i + 1, style, time)
         for i, q in enumerate(step.quartets)
@@ -176,6 +176,6 @@ def _bars(
 
 def _ratios(report: Report) -> list[float]:
     """Return the speedup of every quartet."""
-    quartets = report.measurements.step_time.quartets
+    quartets = report.measurements.deciding_step.quartets
     logs = statistics.log_ratios([q.baseline_ms for q in quartets], [q.candidate_ms for q in quartets])
     return [math.exp(value) for value in logs]

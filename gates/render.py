@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import jinja2
 
+from .evidence_distributed import ARM_HEAD, arm_rows, distributed_lines
 from .judgement import Gate
 from .report import Report
 
@@ -28,6 +29,9 @@ def render_report(report: Report) -> str:
         quality=quality_lines(report),
         speed=speed_lines(report),
         modules=module_rows(report),
+        distributed=distributed_lines(report.evidence.distributed)[:1],
+        arm_head=ARM_HEAD,
+        arms=arm_rows(report.evidence.distributed),
         value=_value,
     )
     return fit(text, "report.json")
@@ -76,7 +80,8 @@ def terminal_text(report: Report) -> str:
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
     table = "\n".join("  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows)
     reasons = "\n".join(f"  - {reason.text}" for reason in report.reasons)
-    quality = "\n".join(f"  {line}" for line in (*quality_lines(report), *speed_lines(report)))
+    lines = (*quality_lines(report), *speed_lines(report), *distributed_lines(report.evidence.distributed))
+    quality = "\n".join(f"  {line}" for line in lines)
     baseline = report.evidence.quality.baseline
     return (
         f"{report.verdict.upper()}: {report.recipe.name}\n{reasons}\n\n{table}\n\n{quality}\n"

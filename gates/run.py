@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -19,19 +19,19 @@ from .batches import weights_fingerprint
 from .decision import decide_family, more_seeds_may_decide
 from .environment import environment
 from .evidence import evidence_of, statistics_of
-from .fused_time import measure_fused_time
 from .looks import planned
-from .measurements import FusedTime, Measurements, ModuleTime, PartQuality, StepTime
-from .module_time import measure_module_time
+from .measurements import Measurements, PartQuality, StepTime
 from .pairs import Pair, combine
 from .policy import Policy
 from .progress import Progress
 from .quality_parts import part_quality, parts_of
+from .rank_arm import RankJob, arithmetic_of, rank_store
+from .rank_data import RankTask
 from .report import SCHEMA_VERSION, RecipeFacts, Report, Reuse
 from .resume import SeedStore, open_store
 from .rows import rows_for
+from .run_timing import Timed, time_recipes
 from .seeds import Job, train_in_process
-from .speed import measure_step_time
 from .task import Task, TaskSource
 from .train import Arm, seed_generators
 from .wall import Marks, wall_seconds
@@ -40,6 +40,9 @@ from .workers import train_seeds
 if TYPE_CHECKING:
     from ..recipes.plan import Plan
     from ..recipes.recipe import Recipe
+    from .ranks import Ranks
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -76,8 +79,14 @@ class Run:
         return planned(self.policy.looks, self.policy.seeds if self.seeds is None else self.seeds)
 
 
-def run_gate(run: Run, progress: Progress) -> list[Report]:
+def run_gate(run: Run, progress: Progress, ranks: Ranks | None = None) -> list[Report]:
     """Train, time and decide; return one report a recipe.
+
+    Args:
+        run: what to gate.
+        progress: hears what happens.
+        ranks: the job whose ranks do this together, each of them calling it; all return the same but for what is
+            their own, such as times that passed. None is one process.
 
     Raises:
         NarrowgateError: bad input, found before training wherever it can be.
@@ -87,34 +96,29 @@ def run_gate(run: Run, progress: Progress) -> list[Report]:
     progress.phase(f"opening {run.source.task or f'{run.source.model} on {run.source.data}'}")
     task = run.source.open()
     device = torch.device(run.source.device)
-    plans = [_plan(task, recipe, run.backend, device) for recipe in run.recipes]
-    store = _open_store(run, task, device)
+    plans = [_plan(task, recipe, run.backend, device, ranks) for recipe in run.recipes]
+    store = _open_store(run, task, device, ranks)
     _check_tasks(task, run.policy)
     opened = time.monotonic()
 
-    job = Job(run.source, run.recipes, run.backend, run.policy.stability, store)
+    job = _job(run, store, ranks)
     arms = job.arms(task, device)
     pairs = _train(run, job, task, arms, plans, progress)
     trained = time.monotonic()
     parts = [_parts(run, job, task, plan, device, progress) if run.attribute_quality else () for plan in plans]
     attributed = time.monotonic()
 
-    steps: list[StepTime] = []
-    modules: list[ModuleTime] = []
-    fused: list[FusedTime] = []
-    for plan, (_, arm) in zip(plans, arms[1:], strict=True):
-        steps.append(_time_steps(run, plan, arms[0][1], arm, device, progress))
-        fused.append(_time_fused(run, plan, arm, device, progress))
-        modules.append(_time_modules(run, plan, arms[0][1], arm, device, progress))
+    timed = time_recipes(run.policy, job, task, arms, plans, progress)
     marks = Marks(started, opened, trained, attributed if run.attribute_quality else trained, time.monotonic())
     looks = run.looks()
-    measured = [
-        _measurements(pairs[i], steps[i], plan, looks, parts[i], modules[i], fused[i]) for i, plan in enumerate(plans)
+    measured = [_measurements(pairs[i], timed[i], plan, looks, parts[i]) for i, plan in enumerate(plans)]
+    wall = wall_seconds(marks, measured, device.type == "cuda")
+    reuse = [
+        _reuse(own, _on_first(ranks, lambda arm=arm, own=own: _looked(store, arm, len(own))))
+        for (_, arm), own in zip(arms[1:], pairs, strict=True)
     ]
-    wall = wall_seconds(marks, [m.seeds for m in measured], steps, modules, fused, device.type == "cuda")
-    reuse = [_reuse(own, _looked(store, arm, len(own))) for (_, arm), own in zip(arms[1:], pairs, strict=True)]
     return [
-        _report(run, task, plan, m, decision, wall, own)
+        _report(run, task, plan, m, decision, wall, own, ranks)
         for plan, m, decision, own in zip(plans, measured, decide_family(measured, run.policy), reuse, strict=True)
     ]
 
@@ -132,7 +136,7 @@ def _train(
         if looks:
             text += f", up to the look at {until} of at most {last} seeds"
         progress.phase(text, trainings=len(seeds) * (1 + len(plans)))
-        if device.type == "cuda":
+        if device.type == "cuda" or isinstance(job, RankJob):
             by_seed = train_in_process(job, task, arms, seeds, progress)
         else:
             by_seed = train_seeds(job, seeds, progress)
@@ -140,7 +144,7 @@ def _train(
             own += [by_seed[seed][i] for seed in seeds]
         if until == last:
             break
-        untimed, accept = StepTime(status="skipped"), run.policy.alpha / len(plans)
+        untimed, accept = Timed(StepTime(status="skipped")), run.policy.alpha / len(plans)
         found = [_measurements(own, untimed, plan, looks) for own, plan in zip(pairs, plans, strict=True)]
         if not any(more_seeds_may_decide(m, run.policy, accept) for m in found):
             break
@@ -161,7 +165,7 @@ def _parts(
         trainings=len(seeds) * (1 + len(recipes)),
     )
     part_job = replace(job, recipes=tuple(recipes))
-    if device.type == "cuda":
+    if device.type == "cuda" or isinstance(job, RankJob):
         by_seed = train_in_process(part_job, task, part_job.arms(task, device), seeds, progress, keep=False)
     else:
         by_seed = train_seeds(part_job, seeds, progress)
@@ -180,79 +184,51 @@ def _check_tasks(task: Task, policy: Policy) -> None:
             raise NarrowgateError(f"policy {policy.policy}: tasks: found '{name}', expected {', '.join(names)}{hint}")
 
 
-def _open_store(run: Run, task: Task, device: torch.device) -> SeedStore | None:
+def _job(run: Run, store: SeedStore | None, ranks: Ranks | None) -> Job:
+    if ranks is None:
+        return Job(run.source, run.recipes, run.backend, run.policy.stability, store)
+    return RankJob(run.source, run.recipes, run.backend, run.policy.stability, store, ranks)
+
+
+def _on_first(ranks: Ranks | None, work: Callable[[], T]) -> T:
+    """Return what ``work`` returns, of several ranks on the first."""
+    return work() if ranks is None else ranks.from_first(work)
+
+
+def _open_store(run: Run, task: Task, device: torch.device, ranks: Ranks | None) -> SeedStore | None:
     if run.store is None:
         return None
     seed_generators(0)
     weights = weights_fingerprint(task.build_model().to(device))
-    return open_store(run.store, run.source, task, weights)
+    store = open_store(run.store, run.source, task, weights)
+    return store if ranks is None else rank_store(store, ranks.count, ranks.transport)
 
 
-def _plan(task: Task, recipe: Recipe, backend: str | None, device: torch.device) -> Plan:
+def _plan(task: Task, recipe: Recipe, backend: str | None, device: torch.device, ranks: Ranks | None) -> Plan:
     """Apply a recipe to a throw-away model: whatever does not fit shows before any training."""
+    if ranks is not None:
+        task = RankTask.of(task, ranks.rank, ranks.count).task
     seed_generators(0)
     model = task.build_model().to(device)
-    return apply_recipe(model, recipe, backend=backend, rows=rows_for(recipe, task, model))
-
-
-def _time_steps(
-    run: Run, plan: Plan, baseline: Arm, candidate: Arm, device: torch.device, progress: Progress
-) -> StepTime:
-    if device.type != "cuda":
-        return StepTime(status="no_gpu")
-    if not plan.native:
-        return StepTime(status="emulated")
-    most = run.policy.speed.max_quartets
-    progress.phase(f"timing steps of {plan.recipe.name}: warming up")
-
-    def told(n: int, ratio: float) -> None:
-        progress.phase(f"timing steps of {plan.recipe.name}: quartet {n} of at most {most}, speedup {ratio:.4f}x")
-
-    return measure_step_time(baseline, candidate, run.policy.speed, run.policy.alpha, told)
-
-
-def _time_fused(run: Run, plan: Plan, candidate: Arm, device: torch.device, progress: Progress) -> FusedTime:
-    if device.type != "cuda":
-        return FusedTime(why="this run had no GPU")
-    if not plan.native:
-        return FusedTime(why=f"{plan.device.name} emulates part of the recipe")
-    progress.phase(f"timing steps of {plan.recipe.name} against the same fusion in BF16")
-    return measure_fused_time(candidate, plan, run.policy.speed, run.policy.alpha)
-
-
-def _time_modules(
-    run: Run, plan: Plan, baseline: Arm, candidate: Arm, device: torch.device, progress: Progress
-) -> ModuleTime:
-    if device.type != "cuda":
-        return ModuleTime(status="no_gpu")
-    if not plan.lowered:
-        return ModuleTime(status="nothing_lowered")
-    if not plan.native:
-        return ModuleTime(status="emulated")
-    progress.phase(f"timing modules of {plan.recipe.name}: noting a step")
-
-    def told(text: str) -> None:
-        progress.phase(f"timing modules of {plan.recipe.name}: {text}")
-
-    return measure_module_time(baseline, candidate, plan, run.policy.speed, told)
+    rows = _on_first(ranks, lambda: rows_for(recipe, task, model))
+    return apply_recipe(model, recipe, backend=backend, rows=rows)
 
 
 def _measurements(
     pairs: Sequence[Pair],
-    step_time: StepTime,
+    timed: Timed,
     plan: Plan,
     looks: tuple[int, ...] = (),
     parts: tuple[PartQuality, ...] = (),
-    module_time: ModuleTime | None = None,
-    fused_time: FusedTime | None = None,
 ) -> Measurements:
     return Measurements(
         tasks=pairs[0].tasks,
         seeds=tuple(pair.run for pair in pairs),
         rows=combine(pairs),
-        step_time=step_time,
-        module_time=module_time,
-        fused_time=fused_time,
+        step_time=timed.step,
+        module_time=timed.modules,
+        fused_time=timed.fused,
+        distributed=timed.distributed,
         device=plan.device.name,
         emulated=tuple(plan.emulated_reasons()),
         looks=looks,
@@ -282,10 +258,18 @@ def _reuse(pairs: Sequence[Pair], notes: Sequence[str]) -> Reuse:
 
 
 def _report(
-    run: Run, task: Task, plan: Plan, m: Measurements, decision: Any, wall: dict[str, float], reuse: Reuse
+    run: Run,
+    task: Task,
+    plan: Plan,
+    m: Measurements,
+    decision: Any,
+    wall: dict[str, float],
+    reuse: Reuse,
+    ranks: Ranks | None,
 ) -> Report:
     model, data = tasks.describe(task)
     recipe = plan.recipe
+    arithmetic = str(Arithmetic.of(torch.device(run.source.device))) if ranks is None else arithmetic_of(ranks)
     return Report(
         schema_version=SCHEMA_VERSION,
         verdict=decision.verdict,
@@ -300,10 +284,10 @@ def _report(
         ),
         model=model,
         data=data,
-        environment=environment(run.source.device),
+        environment=environment(run.source.device) | ({} if ranks is None else {"ranks": ranks.count}),
         gates=decision.gates,
         statistics=statistics_of(m, decision),
-        evidence=evidence_of(m, run.policy.alpha, str(Arithmetic.of(torch.device(run.source.device)))),
+        evidence=evidence_of(m, run.policy.alpha, arithmetic),
         policy=run.policy,
         wall_seconds=wall,
         measurements=m,

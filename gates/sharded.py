@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from .measurements import Clocks
 from .speed import BlockTime, StepFunction, Timer
 
-# PyTorch 2.13 renamed both.
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def all_gather(output: Tensor, given: Tensor, *, group: Any, async_op: bool) -> Any:
+    """Gather every rank's ``given`` into ``output``."""
+    # PyTorch 2.13 renamed it.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(output, given, group=group, async_op=async_op)
+
+
+def reduce_scatter(output: Tensor, given: Tensor, *, op: Any, group: Any, async_op: bool) -> Any:
+    """Reduce every rank's ``given``, and keep this rank's part in ``output``."""
+    # PyTorch 2.13 renamed it.
+    reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return reduce(output, given, op=op, group=group, async_op=async_op)
 
 
 def shard(

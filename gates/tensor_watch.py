@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from ..precision.observer import Observer, observe
+from .model_state import plain_name
 from .stability import Observed
 
 
@@ -88,7 +89,7 @@ class TensorWatch:
             return
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         alive = torch.stack([_moves(p) for _, p in named])
-        self._names = [name for name, _ in named]
+        self._names = [plain_name(name) for name, _ in named]
         self._alive = alive if self._alive is None else self._alive | alive
         self._steps += 1
 

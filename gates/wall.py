@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .measurements import ArmRun, FusedTime, ModuleTime, SeedRun, StepTime
+from .measurements import ArmRun, Measurements
 
 
 @dataclass(frozen=True)
@@ -21,39 +21,32 @@ class Marks:
     timed: float
 
 
-def wall_seconds(
-    marks: Marks,
-    recipes: Sequence[Sequence[SeedRun]],
-    steps: Iterable[StepTime],
-    modules: Iterable[ModuleTime],
-    fused: Iterable[FusedTime],
-    compiled: bool,
-) -> dict[str, float]:
+def wall_seconds(marks: Marks, recipes: Sequence[Measurements], compiled: bool) -> dict[str, float]:
     """Return the seconds of each part of a run, ``all`` last; parts that did not happen are left out.
 
     Trainings that run side by side, as on a CPU, share the time that passed in proportion to their own.
 
     Args:
         marks: when the parts ended.
-        recipes: each recipe's pairs; the baselines are the same ones.
-        steps: each recipe's step timing.
-        modules: each recipe's module timing.
-        fused: each recipe's timing against the same fusion in BF16.
+        recipes: what each recipe's gate measured; the baselines are the same ones.
         compiled: whether an arm's first step compiles it.
     """
-    baselines = [seed.baseline for seed in recipes[0]] if recipes else []
-    runs = [*baselines, *(seed.candidate for seeds in recipes for seed in seeds)]
-    profiled = math.fsum(step.profile_seconds or 0.0 for step in steps)
-    alone = math.fsum(module.seconds or 0.0 for module in modules)
-    beside = math.fsum(time.seconds or 0.0 for time in fused)
+    baselines = [seed.baseline for seed in recipes[0].seeds] if recipes else []
+    runs = [*baselines, *(seed.candidate for m in recipes for seed in m.seeds)]
+    profiled = math.fsum(m.step_time.profile_seconds or 0.0 for m in recipes)
+    alone, beside, together = (
+        math.fsum(part.seconds or 0.0 for m in recipes if (part := getattr(m, name)) is not None)
+        for name in ("module_time", "fused_time", "distributed")
+    )
     parts = {
         "setup": marks.opened - marks.started,
         **_training(runs, marks.trained - marks.opened, compiled),
         "quality attribution": marks.attributed - marks.trained,
-        "step timing": marks.timed - marks.attributed - profiled - alone - beside,
+        "step timing": marks.timed - marks.attributed - profiled - alone - beside - together,
         "kernel attribution": profiled,
         "fused BF16 timing": beside,
         "module timing": alone,
+        "distributed timing": together,
     }
     return {part: s for part, s in parts.items() if s > 0} | {"all": marks.timed - marks.started}
 

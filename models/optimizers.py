@@ -106,7 +106,8 @@ class AdamWithRowwiseAdagrad(Optimizer):
     def _rowwise(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
         grad, state = _gradient(parameter), self.state[parameter]
         if not state:
-            state["sum"] = torch.zeros(parameter.shape[0], dtype=torch.float32, device=parameter.device)
+            # By rows as the table is, also where ranks have some each.
+            state["sum"] = torch.zeros_like(parameter.detach()[:, 0], dtype=torch.float32)
         total: Tensor = state["sum"]
         if grad.is_sparse:
             grad = grad.coalesce()

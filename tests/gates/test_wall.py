@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from narrowgate.gates.measurements import FusedTime, ModuleTime, SeedRun, StepTime
+from narrowgate.gates.measurements import FusedTime, Measurements, ModuleTime, SeedRun, StepTime
 from narrowgate.gates.plots_speed import wall_chart
 from narrowgate.gates.render import terminal_text, wall_text
 from narrowgate.gates.wall import Marks, wall_seconds
@@ -42,8 +42,16 @@ def seeds(arm: Callable[..., Any]) -> Callable[..., list[SeedRun]]:
     return make
 
 
+def measured(seeds: list[SeedRun], timed: bool = True) -> Measurements:
+    """What a recipe's gate measured, as far as its time goes."""
+    times = {"step_time": STEP, "module_time": MODULES, "fused_time": FUSED}
+    return Measurements.model_construct(
+        seeds=tuple(seeds), **(times if timed else {"step_time": StepTime(status="no_gpu")})
+    )
+
+
 def test_parts_of_a_run_add_up_and_tell_compilation_training_and_evaluation_apart(seeds) -> None:
-    found = wall_seconds(MARKS, [seeds()], [STEP], [MODULES], [FUSED], compiled=True)
+    found = wall_seconds(MARKS, [measured(seeds())], compiled=True)
     assert found == pytest.approx(
         {
             "setup": 2, "compilation": 16, "training": 52, "evaluation": 8, "pairing": 24, "step timing": 20,
@@ -55,20 +63,20 @@ def test_parts_of_a_run_add_up_and_tell_compilation_training_and_evaluation_apar
 
 
 def test_baselines_that_recipes_share_count_once(seeds) -> None:
-    found = wall_seconds(MARKS, [seeds(0.0), seeds(0.0)], [STEP] * 2, [MODULES] * 2, [FUSED] * 2, compiled=True)
+    found = wall_seconds(MARKS, [measured(seeds(0.0))] * 2, compiled=True)
     assert found["training"] + found["evaluation"] == pytest.approx(2 * 10 + 2 * 2 * 20)
     assert found["module timing"] == 50
 
 
 def test_trainings_side_by_side_share_the_time_that_passed(seeds) -> None:
     marks = Marks(started=0, opened=0, trained=38, attributed=38, timed=38)
-    found = wall_seconds(marks, [seeds()], [], [], [], compiled=False)
+    found = wall_seconds(marks, [measured(seeds(), timed=False)], compiled=False)
     assert found == pytest.approx({"training": 38 * 68 / 76, "evaluation": 38 * 8 / 76, "all": 38})
 
 
 def test_trainings_found_finished_took_no_time(seeds) -> None:
     reused = [s.model_copy(update={"baseline": s.baseline.model_copy(update={"reused": True})}) for s in seeds(0.0)]
-    found = wall_seconds(MARKS, [reused], [], [], [], compiled=True)
+    found = wall_seconds(MARKS, [measured(reused, timed=False)], compiled=True)
     assert found["training"] + found["evaluation"] == pytest.approx(40)
 
 

@@ -1,0 +1,112 @@
+"""``gate`` under ``torchrun``: every rank runs it, the first alone prints and writes, and all end with one code."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from ..precision.errors import NarrowgateError
+from . import exits
+from .progress import Progress, Step, make_progress
+from .ranks import DEFAULT_LIMIT, Place, Ranks, join
+
+if TYPE_CHECKING:
+    from .cli_gate import GateOptions
+
+
+class RankProgress(Progress):
+    """Tells the first rank's progress, and each rank's watch that there is some."""
+
+    def __init__(self, inner: Progress, ranks: Ranks) -> None:
+        self._inner, self._ranks = inner, ranks
+
+    def phase(self, text: str, trainings: int = 0) -> None:
+        """Hear of a new part of the run."""
+        self._ranks.watch.tick()
+        self._inner.phase(text, trainings)
+
+    def step(self, step: Step) -> None:
+        """Hear of a step."""
+        self._ranks.watch.tick()
+        self._inner.step(step)
+
+    def trained(self, seed: int, arm: str) -> None:
+        """Hear of a finished training."""
+        self._ranks.watch.tick()
+        self._inner.trained(seed, arm)
+
+    def __enter__(self) -> Progress:
+        self._inner.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._inner.__exit__(*error)
+
+
+def gate_on_ranks(options: GateOptions, place: Place) -> int:
+    """Run ``gate`` as one rank of a job and return the job's exit code; a failure ends the process here.
+
+    Raises:
+        NarrowgateError: what no job can be joined with.
+        RunError: the other ranks did not come.
+    """
+    from .cli_gate import DEFAULT_OUT, pick_device, write_failures
+
+    for name, value in (("--from", options.source), ("--config", options.config)):
+        if value is not None:
+            raise NarrowgateError(f"gate {name} runs in one process: start it without torchrun")
+    if place.rank:
+        # Said once is enough: all ranks run the same.
+        warnings.simplefilter("ignore")
+    names: list[str] = []
+    out = Path(options.out or DEFAULT_OUT)
+
+    def failed(text: str) -> None:
+        if names:  # nothing was written over before the recipes were read
+            write_failures(out, names, text)
+
+    ranks = join(place, pick_device(options.device), options.collective_timeout or DEFAULT_LIMIT, failed)
+    try:
+        code = _gate(options, ranks, out, names)
+        ranks.leave()
+    except BaseException as error:
+        _fail(ranks, error)
+    return code
+
+
+def _gate(options: GateOptions, ranks: Ranks, out: Path, names: list[str]) -> int:
+    from .cli_gate import finish, prepared
+    from .files import check_writable
+    from .resume import FOLDER, forget
+    from .run import run_gate
+
+    run = prepared(options, ranks.mesh.device_type)
+    if ranks.first:
+        check_writable(out)
+        if options.fresh:
+            forget(out / FOLDER)
+    names += [recipe.name for recipe in run.recipes]
+    with RankProgress(make_progress(options.quiet or not ranks.first), ranks) as progress:
+        reports = run_gate(run, progress, ranks)
+    return ranks.from_first(lambda: finish(reports, out, options))
+
+
+def _fail(ranks: Ranks, error: BaseException) -> NoReturn:
+    """End the job for what went wrong on this rank."""
+    if "--debug" in sys.argv:
+        traceback.print_exc()
+    if isinstance(error, KeyboardInterrupt):
+        ranks.watch.fail("interrupted", exits.INTERRUPTED)
+    if isinstance(error, NarrowgateError):
+        from ..recipes.errors import RecipeError
+
+        # A recipe's faults begin with file and line, as compilers write them.
+        text = str(error) if isinstance(error, RecipeError) else f"narrowgate: {error}"
+        ranks.watch.fail(text, exits.USAGE)
+    text = exits.failure_text(error)
+    if "timed out" in text.lower() or "timeout" in text.lower():
+        text = f"a collective did not end within {ranks.limit:g} s, the time limit: another rank is late, or hangs"
+    ranks.watch.fail(text, exits.FAILED)

@@ -1,0 +1,333 @@
+"""An arm that all ranks of a job train together: sharded with FSDP2, each rank on its own rows.
+
+Every rank ends up with the same :class:`~narrowgate.gates.train.Trained`: losses are means over ranks, gradient norms
+those of whole gradients, predictions those of all rows in the task's order. So whatever follows from it, looks and
+verdicts included, follows alike on every rank.
+
+Weights and gradients travel in BF16 but for what the recipe's ``shards`` say, and both arms compute in BF16 autocast,
+on any device. Tables are sharded as everything else is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from ..models.prediction import Prediction
+from ..precision.errors import NarrowgateError
+from ..precision.observer import OperandNumerics
+from .arithmetic import Arithmetic
+from .batches import length
+from .model_state import RunError, plain_name
+from .predictions import Predicted, joined, predict_parts
+from .rank_data import RankTask, in_order
+from .ranks import Ranks
+from .resume import SeedStore
+from .rows import rows_for
+from .seeds import Job
+from .sharded import shard
+from .stability import Observed
+from .task import Task
+from .train import Arm, Trained, Watch
+
+if TYPE_CHECKING:
+    from ..recipes.recipe import Recipe
+
+#: So small that steps which send nothing, in which ranks part, do no harm to what is timed after them.
+_RATE = 1e-6
+
+
+@dataclass
+class RankArm(Arm):
+    """One rank's share of an arm.
+
+    Attributes:
+        ranks: the job; None only where a dataclass needs a default.
+        view: this rank's data.
+        steady: for timing: leave the weights nearly as they are.
+    """
+
+    ranks: Ranks | None = None
+    view: RankTask | None = None
+    steady: bool = False
+
+    @property
+    def job(self) -> Ranks:
+        """The job."""
+        assert self.ranks is not None
+        return self.ranks
+
+    @property
+    def own(self) -> RankTask:
+        """This rank's data."""
+        assert self.view is not None
+        return self.view
+
+    def train(self, seed: int, watch: Watch) -> Trained:
+        """Train on all ranks; every rank returns the same.
+
+        Raises:
+            RunError: ranks built different weights, or as :meth:`Arm.train`.
+        """
+
+        def told(step: int, steps: int | None, loss: float) -> None:
+            self.job.watch.tick()
+            watch(step, steps, loss)
+
+        return merged(self.job.gather(super().train(seed, told)))
+
+    def batches(self, seed: int) -> tuple[Iterator[Any], int | None]:
+        """Return this rank's batches of a seed, and how many steps they make."""
+        total = self.own.steps(length(self.own.task.train_batches(seed)))
+        if self.steps is not None:
+            total = self.steps if total is None else min(total, self.steps)
+        return itertools.islice(iter(self.own.train_batches(seed)), self.steps), total
+
+    def park(self) -> None:
+        """Drop the model: another arm's memory must be its own, and a sharded one is not moved about."""
+        if self._model is not None:
+            self.discard()
+            if self.compiled:
+                torch._dynamo.reset()
+
+    def discard(self) -> None:
+        """Drop the model and what was compiled of it."""
+        self._model = self._callable = self._plan = self._fresh_state = None
+        super().park()
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        """BF16, in which weights are gathered too."""
+        return Arithmetic(self.device, bf16=True)
+
+    def eagerly(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a context in which compiled units run uncompiled."""
+        return torch.compiler.set_stance("force_eager") if self.compiled else contextlib.nullcontext()
+
+    @property
+    def reduces_itself(self) -> bool:
+        """Whether the recipe reduces gradients in FSDP2's place."""
+        return self._plan is not None and self._plan.reduce is not None
+
+    def module_in_place(self) -> nn.Module:
+        """Return the sharded model that was started last, as it is."""
+        assert self._model is not None
+        return self._model
+
+    def _prepared(self, model: nn.Module) -> Any:
+        from ..recipes.wire_units import default_units
+
+        shard(model, default_units(model), self.job.mesh, compiled=bool(self.compiled))
+        return model
+
+    def _rows(self, recipe: Recipe, model: nn.Module) -> dict[str, int] | None:
+        # Rows of jagged batches differ by rank; what is decided by them must not.
+        return self.job.from_first(lambda: rows_for(recipe, self.task, model))
+
+    def _optimizer(self) -> Any:
+        optimizer = super()._optimizer()
+        if self.steady:
+            optimizer.register_step_pre_hook(_slow)
+        return optimizer
+
+    def _predicted(self, model: nn.Module) -> Predicted:
+        """Predict this rank's rows, and put all ranks' together."""
+        counts: list[bool] = []
+
+        def batches() -> Iterator[Any]:
+            for batch, counted in self.own.eval_batches():
+                self.job.watch.tick()
+                counts.append(counted)
+                yield batch
+
+        with self.eagerly():
+            parts = predict_parts(self.task, model, batches(), self.device, self.arithmetic)
+        own = [_on_host(part) if counted else None for part, counted in zip(parts, counts, strict=True)]
+        return joined(in_order(self.job.gather(own)))
+
+    def _noted(self, loss: Tensor, model: nn.Module) -> Tensor:
+        # FP64 [2]: this rank's loss, and the sum of squares over its rows of the gradients.
+        squares = [torch.linalg.vector_norm(g, dtype=torch.float64).square() for g in _local_gradients(model)]
+        return torch.stack([loss.double(), torch.stack(squares).sum()])
+
+    def _fetched(self, noted: list[Tensor]) -> NDArray[np.float64]:
+        found = self.job.sum(torch.stack(noted)).cpu().numpy()
+        return np.stack([found[:, 0] / self.job.count, np.sqrt(found[:, 1])], axis=1)
+
+    def _dropout_seed(self, seed: int) -> int:
+        # Ranks have rows of their own, and masks of their own; both arms have the same.
+        return (super()._dropout_seed(seed) + self.job.rank * 0x9E3779B97F4A7C15) % 2**63
+
+    def _after_step(self) -> None:
+        if self._plan is not None and self._plan.gather is not None and self._plan.gathered:
+            from ..precision.sharding import reduce_amaxes
+
+            assert self._model is not None
+            reduce_amaxes(self._model)
+
+    def _copy_state(self, source: nn.Module, target: nn.Module) -> None:
+        from torch.distributed.tensor import DTensor, distribute_tensor
+
+        fresh = dict([*source.named_parameters(), *source.named_buffers()])
+        with torch.no_grad():
+            for name, value in [*target.named_parameters(), *target.named_buffers()]:
+                values = fresh.get(plain_name(name))
+                if values is None or values.shape != value.shape:
+                    raise RunError(f"build_model() built '{plain_name(name)}' in another shape for another seed")
+                if isinstance(value, DTensor):
+                    # Every rank has the whole: nothing is sent.
+                    values = distribute_tensor(values, value.device_mesh, value.placements, src_data_rank=None)
+                value.copy_(values)
+                if isinstance(value, nn.Parameter):
+                    value.grad = None
+
+
+@dataclass(frozen=True)
+class RankJob(Job):
+    """A job whose arms are trained by all ranks together; rank 0 keeps and finds trainings."""
+
+    ranks: Ranks | None = None
+
+    def arms(self, task: Task, device: torch.device) -> list[tuple[str, Arm]]:
+        """Return the named arms, the baseline first."""
+        assert self.ranks is not None
+        view = RankTask.of(task, self.ranks.rank, self.ranks.count)
+        return [
+            (
+                name,
+                RankArm(
+                    view.task,
+                    device,
+                    arm.recipe,
+                    arm.backend,
+                    arm.steps,
+                    observe_every=arm.observe_every,
+                    ranks=self.ranks,
+                    view=view,
+                ),
+            )
+            for name, arm in super().arms(task, device)
+        ]
+
+    def train(self, arm: Arm, seed: int, watch: Watch) -> Trained:
+        """Train an arm under a seed, or find that training done."""
+        ranks, store = self.ranks, self.store
+        assert ranks is not None
+        if store is None:
+            return arm.train(seed, watch)
+        found, note = ranks.from_first(lambda: store.find(arm, seed))
+        if found is not None:
+            watch(len(found.losses), len(found.losses), float(found.losses[-1]))
+            return found
+        trained = arm.train(seed, watch)
+        return ranks.from_first(lambda: store.keep(arm, trained, note))
+
+
+def rank_store(store: SeedStore, ranks: int, transport: str) -> SeedStore:
+    """Return the store of trainings by so many ranks, which are no trainings of one process."""
+    content = hashlib.sha256(f"{store.content} {ranks} {transport}".encode()).hexdigest()
+    return replace(store, content=content)
+
+
+def arithmetic_of(ranks: Ranks) -> str:
+    """Say in what the baseline of a distributed run computes."""
+    mode = "each unit under torch.compile" if ranks.transport == "nccl" else "eager"
+    return f"BF16 autocast, {mode}, FSDP2 on {ranks.count} ranks with BF16 payload"
+
+
+def merged(trained: Sequence[Trained]) -> Trained:
+    """Return what all ranks' parts of one training are together, the same on every rank.
+
+    Raises:
+        RunError: ranks began with different weights.
+    """
+    first = trained[0]
+    for rank, other in enumerate(trained):
+        if other.weights != first.weights:
+            raise RunError(f"seed {first.seed}: build_model() made other weights on rank {rank} than on rank 0")
+    peaks = [own.peak_memory for own in trained if own.peak_memory is not None]
+    return replace(
+        first,
+        first_batch=hashlib.sha256("".join(own.first_batch for own in trained).encode()).hexdigest(),
+        peak_memory=max(peaks) if peaks else None,
+        seconds=max(own.seconds for own in trained),
+        first_step_seconds=max(own.first_step_seconds for own in trained),
+        evaluation_seconds=max(own.evaluation_seconds for own in trained),
+        observed=_observed([own.observed for own in trained]),
+    )
+
+
+def _observed(seen: Sequence[Observed]) -> Observed:
+    """Put what ranks saw of tensors together: elements of all, and of each operand the worst rank's worst step."""
+    still = set(seen[0].without_gradient).intersection(*(own.without_gradient for own in seen))
+    by_key: dict[tuple[str, str, str, str], list[OperandNumerics]] = {}
+    for operand in (operand for own in seen for operand in own.operands):
+        by_key.setdefault((operand.layer, operand.path, operand.operand, operand.format), []).append(operand)
+    why = next((own.not_counted for own in seen if own.not_counted), None)
+    return Observed(
+        steps=max(own.steps for own in seen),
+        operands=() if why else tuple(_operand(found) for found in by_key.values()),
+        not_counted=why,
+        without_gradient=tuple(name for name in seen[0].without_gradient if name in still),
+    )
+
+
+def _operand(found: Sequence[OperandNumerics]) -> OperandNumerics:
+    elements = sum(own.elements for own in found)
+
+    def share(name: str) -> float:
+        return sum(getattr(own, name) * own.elements for own in found) / max(elements, 1)
+
+    over = max(found, key=lambda own: own.worst_saturated)
+    under = max(found, key=lambda own: own.worst_underflowed)
+    noise = [own.sqnr_db for own in found if own.sqnr_db is not None]
+    return replace(
+        found[0],
+        steps=max(own.steps for own in found),
+        elements=elements,
+        amax=max(own.amax for own in found),
+        saturated=share("saturated"),
+        worst_saturated=over.worst_saturated,
+        worst_saturated_step=over.worst_saturated_step,
+        underflowed=share("underflowed"),
+        worst_underflowed=under.worst_underflowed,
+        worst_underflowed_step=under.worst_underflowed_step,
+        clipped=share("clipped"),
+        worst_clipped=max(own.worst_clipped for own in found),
+        nonfinite=share("nonfinite"),
+        sqnr_db=min(noise) if noise else None,
+    )
+
+
+def _local_gradients(model: nn.Module) -> list[Tensor]:
+    grads: list[Any] = [p.grad for p in model.parameters() if p.grad is not None]
+    if not grads:
+        raise NarrowgateError("no parameter has a gradient after loss().backward()")
+    return [g.to_local() if hasattr(g, "to_local") else g for g in grads]
+
+
+def _slow(optimizer: Any, args: Any, kwargs: Any) -> None:
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(_RATE)
+        else:
+            group["lr"] = _RATE
+
+
+def _on_host(part: Prediction) -> Prediction:
+    def host(value: Tensor | None) -> Tensor | None:
+        return None if value is None else value.detach().cpu()
+
+    slices = None if part.slices is None else {name: mark.cpu() for name, mark in part.slices.items()}
+    return Prediction(
+        part.logits.detach().cpu(), part.labels.detach().cpu(), host(part.weights), host(part.groups), slices
+    )
