@@ -10,6 +10,7 @@ import typer
 from . import exits
 from .cli_options import Backend, Json, Model, Recipe, Task, benchmark_names, recipe_names, schema_names
 from .cli_plan import plan
+from .cli_search import search
 
 app = typer.Typer(
     name="narrowgate",
@@ -145,6 +146,7 @@ def gate(
 
 
 app.command()(plan)
+app.command()(search)
 
 
 @app.command()

@@ -82,11 +82,12 @@ def layer_groups(names: Sequence[str]) -> dict[str, list[str]]:
 def part_quality(part: Part, only: Sequence[Pair], without: Sequence[Pair]) -> PartQuality:
     """Return what a part's pairs showed, by task and seed."""
     return PartQuality(
-        kind=part.kind, name=part.name, layers=part.layers, only=_effects(only), without=_effects(without)
+        kind=part.kind, name=part.name, layers=part.layers, only=effects_of(only), without=effects_of(without)
     )
 
 
-def _effects(pairs: Sequence[Pair]) -> dict[str, PartEffect]:
+def effects_of(pairs: Sequence[Pair]) -> dict[str, PartEffect]:
+    """Return the paired differences of one recipe's pairs by task; a seed without a value has none."""
     found: dict[str, PartEffect] = {}
     for task in pairs[0].tasks if pairs else ():
         ne, auc = [], []

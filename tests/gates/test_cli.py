@@ -169,7 +169,8 @@ def test_doctor_says_what_is_native_and_why_not(narrowgate) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [[], ["gate"], ["plan"], ["inspect"], ["recipes"], ["show"], ["validate"], ["doctor"], ["bench"]]
+    "command",
+    [[], ["gate"], ["plan"], ["inspect"], ["recipes"], ["show"], ["validate"], ["doctor"], ["bench"], ["search"]],
 )
 def test_help_answers_without_loading_what_the_work_needs(command: list[str]) -> None:
     code = f"""
@@ -190,7 +191,7 @@ assert not heavy, heavy
         assert "Example: narrowgate" in done.stdout
 
 
-@pytest.mark.parametrize("command", [[], ["gate"]])
+@pytest.mark.parametrize("command", [[], ["gate"], ["search"]])
 def test_help_costs_no_more_than_twenty_starts_of_the_interpreter(command: list[str]) -> None:
     """About 0.3 s where Python starts in 15 ms. As a ratio of processor times, because a slow machine or one that
     other tests keep busy is no fault of the command."""

@@ -245,6 +245,13 @@ def test_moves_that_save_most_for_what_they_give_up_come_first() -> None:
     assert descent.propose() == (DENSE, LOW, LOW)
 
 
+def test_where_no_unit_is_known_to_cost_anything_the_least_is_given_up_and_measured() -> None:
+    descent = Descent([unit("dear", 1, 10.0), unit("cheap", 1, 1.0), unit("fair", 1, 5.0)])
+    descent.learn((LOW, LOW, LOW), {"ne": 2.0})
+    descent.tell_risks({u.name: {"ne": 0.0} for u in descent.units})
+    assert descent.propose() == (LOW, WGRAD, LOW)
+
+
 def test_a_start_that_passes_is_the_best_there_is() -> None:
     descent = Descent([unit("a", 4), unit("b", 4)])
     setting = descent.propose()
