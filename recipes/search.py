@@ -110,6 +110,7 @@ class Start:
         plans: by level that changes anything, the plan with all of :attr:`lowered` there.
         clusters: layers that the search decides over, tied ones together, in registration order.
         dense: layers that the recipe lowers and that go to BF16 from the outset.
+        wgrad: those of :attr:`clusters` whose weight gradients do, because they are worth as much so.
     """
 
     base: Recipe
@@ -119,6 +120,7 @@ class Start:
     plans: Mapping[str, Plan]
     clusters: tuple[tuple[str, ...], ...]
     dense: tuple[str, ...]
+    wgrad: tuple[str, ...] = ()
 
     @property
     def lowered(self) -> tuple[str, ...]:
@@ -158,15 +160,15 @@ class Start:
             told[level].append(unit.name)
         changes = [f"; {_CALLED[level]}: {', '.join(told[level])}" for level in LEVELS[1:] if told[level]]
         if self.dense:
-            changes.append(
-                f"; BF16 from the outset: {len(self.dense)} layer{'s' * (len(self.dense) > 1)} worth nothing"
-            )
+            changes.append(f"; BF16 from the outset, as worth nothing: {_count(self.dense)}")
+        if self.wgrad:
+            changes.append(f"; BF16 weight gradients from the outset, as worth as much: {_count(self.wgrad)}")
         recipe = Recipe(
             name=self.base.name,
             description=f"found by narrowgate search from {self.base.name}{''.join(changes)}",
             extends=self.extends,
             base=self.base,
-            rules=tuple(_rules(self.plan, at, self.dense, widen=WIDE in self.plans)),
+            rules=tuple(_rules(self.plan, at, self.dense, self.wgrad, widen=WIDE in self.plans)),
         )
         tail = f"-{recipe.hash()[:_HASH_CHARACTERS]}"
         return replace(recipe, name=self.base.name[: _NAME_CHARACTERS - len(tail)] + tail)
@@ -177,8 +179,10 @@ class Start:
         for level, plan in self.plans.items():
             layers = {layer.name: layer for layer in plan.layers}
             own = [layers[name].config for cluster in clusters for name in cluster]
-            if own == configs:
+            if own == configs and level != DENSE:
                 continue
+            if own == configs:  # what only its weight gradients lower is BF16 without them
+                del found[next(reversed(found))]
             configs = own
             found[level] = tuple(sum(_worth(layers[name], plan, self.by) for name in cluster) for cluster in clusters)
         later = [sum(found[level]) for level in found]
@@ -222,29 +226,38 @@ def open_start(
     plan = resolve(base, model, device=device, backend=backend, rows=rows, rates=rates)
     if by == "time" and plan.no_prices is not None:
         raise NarrowgateError(f"{base.name} has no predicted times: {plan.no_prices}")
-    layers = {layer.name: layer for layer in plan.layers}
-    own, dense = [], []
-    for cluster in _tied(model, [layer.name for layer in plan.lowered]):
-        worth = sum(_worth(layers[name], plan, by) for name in cluster)
-        (own if worth > 0 else dense).append(cluster)
-    clusters, gone = tuple(own), tuple(name for cluster in dense for name in cluster)
-    if not clusters:
-        return Start(base, name, by, plan, {}, clusters, gone)
-    lowered = [name for cluster in clusters for name in cluster]
 
-    def at(level: str, widen: bool) -> Plan:
-        rules = tuple(_rules(plan, {level: lowered}, gone, widen=widen))
+    def at(level: str, names: Sequence[str], dense: Sequence[str], wgrad: Sequence[str], *, widen: bool) -> Plan:
+        rules = tuple(_rules(plan, {level: names}, dense, wgrad, widen=widen))
         recipe = Recipe(name=base.name, extends=name, base=base, rules=rules)
         return resolve(recipe, model, device=device, backend=backend, rows=rows, rates=rates)
 
-    low = at(LOW, False)
+    tied = _tied(model, [layer.name for layer in plan.lowered])
+    every = [layer for cluster in tied for layer in cluster]
+    plain = plan if not every else at(WGRAD, every, (), (), widen=False)
+    whole_worth, less_worth = ({e.name: _worth(e, own, by) for e in own.layers} for own in (plan, plain))
+    has_wgrad = {e.name for e in plan.layers if not e.config.wgrad.high_precision}
+    clusters, dense, wgrad = [], [], []
+    for cluster in tied:
+        whole, less = (sum(worth[layer] for layer in cluster) for worth in (whole_worth, less_worth))
+        if max(whole, less) <= 0:
+            dense += cluster
+            continue
+        clusters.append(cluster)
+        if less >= whole:
+            wgrad += [layer for layer in cluster if layer in has_wgrad]
+    if not clusters:
+        return Start(base, name, by, plan, {}, (), tuple(dense))
+    lowered = [layer for cluster in clusters for layer in cluster]
+    low = at(LOW, lowered, dense, wgrad, widen=False)
     try:
-        wide = at(WIDE, True)
+        wide = at(WIDE, lowered, dense, wgrad, widen=True)
     except RecipeError:  # codes that travel between ranks are not the wider weight
         wide = low
     widen = not _same(wide, low)
-    plans = {LOW: low} | ({WIDE: wide} if widen else {}) | {level: at(level, widen) for level in (WGRAD, DENSE)}
-    return Start(base, name, by, low, plans, clusters, gone)
+    plans = {LOW: low} | ({WIDE: wide} if widen else {})
+    plans |= {level: at(level, lowered, dense, wgrad, widen=widen) for level in (WGRAD, DENSE)}
+    return Start(base, name, by, low, plans, tuple(clusters), tuple(dense), tuple(wgrad))
 
 
 def patterns_of(names: Sequence[str], among: Sequence[str], neutral: Collection[str] = ()) -> tuple[str, ...]:
@@ -293,8 +306,10 @@ def _exact(name: str) -> str:
     return name if plain else f"re:{re.escape(name)}"
 
 
-def _rules(plan: Plan, at: Mapping[str, Sequence[str]], dense: Sequence[str], *, widen: bool) -> Iterable[Rule]:
-    """Yield the rules that bring layers of ``plan`` to their levels, and ``dense`` to BF16.
+def _rules(
+    plan: Plan, at: Mapping[str, Sequence[str]], dense: Sequence[str], wgrad: Sequence[str], *, widen: bool
+) -> Iterable[Rule]:
+    """Yield the rules that bring layers of ``plan`` to their levels, ``dense`` to BF16, and ``wgrad`` to BF16 there.
 
     ``widen`` says whether there is a level of wider formats, over which BF16 weight gradients then stand.
     """
@@ -309,9 +324,10 @@ def _rules(plan: Plan, at: Mapping[str, Sequence[str]], dense: Sequence[str], *,
         fields: dict[str, Any] = {path: operands for path, operands in paths.items() if operands is not None}
         if fields:
             yield Rule(layers=patterns_of(layers, names), **fields)
-    if at.get(WGRAD):
-        yield Rule(layers=patterns_of(at[WGRAD], names, already), wgrad="bf16")
     gone = {*at.get(DENSE, ()), *dense}
+    plain = {*at.get(WGRAD, ()), *wgrad} - gone
+    if plain:
+        yield Rule(layers=patterns_of([name for name in names if name in plain], names, already), wgrad="bf16")
     if gone:
         yield Rule(layers=patterns_of([name for name in names if name in gone], names, already), all="bf16")
 
@@ -351,6 +367,10 @@ def _worth(layer: LayerPlan, plan: Plan, by: By) -> float:
             bits = max(gemm.first.fmt.element.bits, gemm.second.fmt.element.bits)
             found += layer.flops_per_row * rows * (16 / bits - 1)
     return found
+
+
+def _count(names: Sequence[str]) -> str:
+    return f"{len(names)} layer{'s' * (len(names) > 1)}"
 
 
 def _same(a: Plan, b: Plan) -> bool:

@@ -59,6 +59,33 @@ def test_what_is_predicted_to_lose_time_is_bf16_from_the_outset(ranker: Ranker) 
     assert "narrow" in start.dense
 
 
+def test_a_weight_gradient_that_does_not_pay_is_bf16_from_the_outset() -> None:
+    """The shape of gem-small's ``pffn_kv``: in 128-blocks it loses 4.6 us, and gains with a BF16 weight gradient."""
+    model = nn.ModuleDict({"kv": nn.Linear(1024, 8192, bias=False), "up": nn.Linear(4096, 8192, bias=False)})
+    rows = {"kv": 2048, "up": 16384}
+    base = load_recipe("fp8-block")
+    prices = {layer.name: layer.price for layer in resolve(base, model, device=H200, rows=rows).layers}
+    assert prices["kv"].gain_us < 0 < prices["up"].gain_us  # type: ignore[union-attr]
+    start = open_start(base, model, device=H200, rows=rows)
+    assert (start.lowered, start.dense, start.wgrad) == (("kv", "up"), (), ("kv",))
+    units = start.units({"kv": ["kv"], "up": ["up"]})
+    assert units[0].levels == (LOW, DENSE)
+    for setting in itertools.product(*(unit.levels for unit in units)):
+        plan = resolve(start.candidate(units, setting), model, device=H200, rows=rows)
+        config = {layer.name: layer.config for layer in plan.layers}["kv"]
+        assert config.wgrad.high_precision
+        assert config.fprop.high_precision == (setting[0] == DENSE)
+        totals = plan.totals()
+        assert totals is not None
+        assert total_worth(units, setting) == pytest.approx(totals.gain_us)
+
+
+def test_what_only_weight_gradients_lower_has_two_levels(ranker: Ranker) -> None:
+    base = Recipe(name="only-wgrad", rules=(Rule(layers="up.*", wgrad="fp8_e4m3"),))
+    start = open_start(base, ranker, device=CPU, rows=512, by="flops")
+    assert [unit.levels for unit in start.units({"up": start.lowered})] == [(LOW, DENSE)]
+
+
 def test_without_prices_time_cannot_rank_and_flops_can(ranker: Ranker) -> None:
     with pytest.raises(NarrowgateError, match="no predicted times: no measured rates for cpu"):
         open_start(load_recipe("fp8-row"), ranker, device=CPU, rows=512)
