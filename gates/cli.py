@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated, NoReturn, Optional
 
@@ -359,7 +360,8 @@ def _explain(error: Exception) -> int:
     """Say in one line what went wrong; return the exit code."""
     format_message = getattr(error, "format_message", None)
     if format_message is not None:  # a usage error of the command line parser
-        _say(" ".join(str(format_message()).split()))
+        if os.environ.get("RANK", "0") == "0":  # every rank of a job has the same command line
+            _say(" ".join(str(format_message()).split()))
         return exits.USAGE
     from ..precision.errors import NarrowgateError
 

@@ -62,7 +62,7 @@ def gate_command(options: GateOptions) -> int:
     if place is not None:
         from .cli_ranks import gate_on_ranks
 
-        return gate_on_ranks(options, place)
+        gate_on_ranks(options, place)
     if options.source is not None:
         return _decide_again(options, options.source)
     if options.config is not None:

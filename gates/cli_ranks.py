@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, NoReturn
 from ..precision.errors import NarrowgateError
 from . import exits
 from .progress import Progress, Step, make_progress
-from .ranks import DEFAULT_LIMIT, Place, Ranks, join
+from .rank_watch import RankWatch, end
+from .ranks import DEFAULT_LIMIT, Place, Ranks, join, meet
 
 if TYPE_CHECKING:
     from .cli_gate import GateOptions
@@ -46,8 +47,8 @@ class RankProgress(Progress):
         self._inner.__exit__(*error)
 
 
-def gate_on_ranks(options: GateOptions, place: Place) -> int:
-    """Run ``gate`` as one rank of a job and return the job's exit code; a failure ends the process here.
+def gate_on_ranks(options: GateOptions, place: Place) -> NoReturn:
+    """Run ``gate`` as one rank of a job, and end the process with the job's exit code.
 
     Raises:
         NarrowgateError: what no job can be joined with.
@@ -57,10 +58,9 @@ def gate_on_ranks(options: GateOptions, place: Place) -> int:
 
     for name, value in (("--from", options.source), ("--config", options.config)):
         if value is not None:
+            if place.rank:
+                end(exits.USAGE)
             raise NarrowgateError(f"gate {name} runs in one process: start it without torchrun")
-    if place.rank:
-        # Said once is enough: all ranks run the same.
-        warnings.simplefilter("ignore")
     names: list[str] = []
     out = Path(options.out or DEFAULT_OUT)
 
@@ -68,13 +68,16 @@ def gate_on_ranks(options: GateOptions, place: Place) -> int:
         if names:  # nothing was written over before the recipes were read
             write_failures(out, names, text)
 
-    ranks = join(place, pick_device(options.device), options.collective_timeout or DEFAULT_LIMIT, failed)
+    limit = options.collective_timeout or DEFAULT_LIMIT
+    watch, store = meet(place, limit, failed)
     try:
+        ranks = join(place, pick_device(options.device), limit, watch, store)
         code = _gate(options, ranks, out, names)
         ranks.leave()
     except BaseException as error:
-        _fail(ranks, error)
-    return code
+        _fail(watch, error)
+    # At once: a launcher that sees one rank end with another code than 0 stops those that are still about to.
+    end(code)
 
 
 def _gate(options: GateOptions, ranks: Ranks, out: Path, names: list[str]) -> int:
@@ -84,6 +87,9 @@ def _gate(options: GateOptions, ranks: Ranks, out: Path, names: list[str]) -> in
     from .run import run_gate
 
     run = prepared(options, ranks.mesh.device_type)
+    if not ranks.first:
+        # Said once is enough: all ranks do the same.
+        warnings.showwarning = lambda *_, **__: None
     if ranks.first:
         check_writable(out)
         if options.fresh:
@@ -94,19 +100,19 @@ def _gate(options: GateOptions, ranks: Ranks, out: Path, names: list[str]) -> in
     return ranks.from_first(lambda: finish(reports, out, options))
 
 
-def _fail(ranks: Ranks, error: BaseException) -> NoReturn:
+def _fail(watch: RankWatch, error: BaseException) -> NoReturn:
     """End the job for what went wrong on this rank."""
     if "--debug" in sys.argv:
         traceback.print_exc()
     if isinstance(error, KeyboardInterrupt):
-        ranks.watch.fail("interrupted", exits.INTERRUPTED)
+        watch.fail("interrupted", exits.INTERRUPTED)
     if isinstance(error, NarrowgateError):
         from ..recipes.errors import RecipeError
 
         # A recipe's faults begin with file and line, as compilers write them.
         text = str(error) if isinstance(error, RecipeError) else f"narrowgate: {error}"
-        ranks.watch.fail(text, exits.USAGE)
+        watch.fail(text, exits.USAGE)
     text = exits.failure_text(error)
     if "timed out" in text.lower() or "timeout" in text.lower():
-        text = f"a collective did not end within {ranks.limit:g} s, the time limit: another rank is late, or hangs"
-    ranks.watch.fail(text, exits.FAILED)
+        text = f"a collective did not end within {watch.limit:g} s, the time limit: another rank is late, or hangs"
+    watch.fail(text, exits.FAILED)

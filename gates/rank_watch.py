@@ -98,8 +98,7 @@ class RankWatch:
         self._buffers: dict[int, bytes] = dict.fromkeys(peers, b"")
         self._closing = threading.Event()
         # A signal's number arrives in the inbox even while the main thread waits within a collective.
-        self._before = {number: signal.getsignal(number) for number in _SIGNALS}
-        signal.signal(signal.SIGTERM, lambda *_: None)
+        self._before = signal.signal(signal.SIGTERM, lambda *_: None)
         self._wakeup = signal.set_wakeup_fd(self._outbox.fileno(), warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._run, name="narrowgate-ranks", daemon=True)
         self._thread.start()
@@ -113,7 +112,7 @@ class RankWatch:
         self._own.append(Fault(self.rank, "signal" if code == exits.INTERRUPTED else "error", text, code))
         self._wake()
         self._thread.join(_LAST + _GRACE)
-        _end(code)
+        end(code)
 
     def close(self) -> None:
         """End watching: on every rank, when each has what it needs of the others."""
@@ -121,8 +120,7 @@ class RankWatch:
         self._wake()
         self._thread.join()
         signal.set_wakeup_fd(self._wakeup)
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        signal.signal(signal.SIGTERM, self._before)
         for connection in (*self._peers.values(), self._inbox, self._outbox):
             connection.close()
 
@@ -150,7 +148,7 @@ class RankWatch:
     def _over(self) -> bool:
         """Whether there is nothing left to watch; ends the process where a fault is due."""
         if self._until is not None and time.monotonic() >= self._until:
-            self._stop() if self.rank == 0 else _end(self._faults[0].code)
+            self._stop() if self.rank == 0 else end(self._faults[0].code)
         if self._closing.is_set() and self._until is None:
             if self.rank:
                 self._send(0, {"done": True})
@@ -198,7 +196,7 @@ class RankWatch:
 
     def _hear(self, rank: int, message: dict[str, Any]) -> None:
         if "stop" in message:
-            _end(message["stop"])
+            end(message["stop"])
         elif "done" in message:
             self._finished.add(rank)
         else:
@@ -208,7 +206,7 @@ class RankWatch:
         """Stop without rank 0, which is gone."""
         if self.rank == 1:
             print(Fault(0, "died").line(self.ranks), file=sys.stderr, flush=True)
-        _end(exits.FAILED)
+        end(exits.FAILED)
 
     def _stop(self) -> NoReturn:
         cause = cause_of(self._faults)
@@ -219,7 +217,7 @@ class RankWatch:
                 self.failed(cause.line(self.ranks).removeprefix("narrowgate: the run failed: "))
         for rank in self._peers:
             self._send(rank, {"stop": cause.code})
-        _end(cause.code)
+        end(cause.code)
 
     def _send(self, rank: int, message: dict[str, Any]) -> bool:
         try:
@@ -229,7 +227,7 @@ class RankWatch:
         return True
 
 
-def _end(code: int) -> NoReturn:
+def end(code: int) -> NoReturn:
     """End the process from any thread, whatever the main one waits for."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):

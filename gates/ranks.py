@@ -1,7 +1,8 @@
 """The ranks of a job that ``torchrun`` (or whoever sets ``RANK``, ``WORLD_SIZE`` and ``MASTER_*``) started.
 
-:func:`join` makes a process one of them: a device of its own, collectives with a time limit, a host group for what is
-no tensor, and a :class:`~narrowgate.gates.rank_watch.RankWatch` that ends all ranks where one fails.
+:func:`meet` finds the others and begins to watch them (:class:`~narrowgate.gates.rank_watch.RankWatch`), so that
+whatever ends one rank ends all. :func:`join` gives a process its device, collectives with a time limit, and a group of
+the hosts for what is no tensor.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 #: Seconds that ranks wait for each other where nobody says.
 DEFAULT_LIMIT = 600.0
-_KEY = "narrowgate/watch"
+_KEY, _DEVICE = "narrowgate/watch", "narrowgate/device"
 
 
 @dataclass(frozen=True)
@@ -115,39 +116,32 @@ class Ranks:
         import torch.distributed as dist
 
         self.together()
-        self.watch.close()
         dist.destroy_process_group()
+        self.watch.close()
 
 
-def join(place: Place, device: str, limit: float, failed: Callable[[str], None]) -> Ranks:
-    """Make this process a rank.
+def meet(place: Place, limit: float, failed: Callable[[str], None]) -> tuple[RankWatch, Any]:
+    """Find the other ranks; return this one's watch and the store that they share. From then on failures end all.
 
     Args:
         place: of the environment.
-        device: ``cpu`` or ``cuda``; a rank takes the GPU of its number on the host.
-        limit: seconds that a collective, and the start, may wait for another rank.
+        limit: seconds that any rank may wait for another.
         failed: as :class:`~narrowgate.gates.rank_watch.RankWatch` takes it.
 
     Raises:
-        NarrowgateError: this PyTorch has no torch.distributed, the launcher left something out, or the host has fewer
-            GPUs than ranks.
+        NarrowgateError: this PyTorch has no torch.distributed, or the launcher left something out.
         RunError: a rank did not come.
     """
-    import torch
     import torch.distributed as dist
 
     from .model_state import RunError
+    from .rank_watch import RankWatch
 
     if not dist.is_available():
         raise NarrowgateError("this PyTorch has no torch.distributed, expected one to gate on several ranks")
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if missing:
         raise NarrowgateError(f"found no {' and '.join(missing)} in the environment, expected what torchrun sets")
-    if device == "cuda":
-        _take_gpu(place, torch)
-        # An abort by NCCL would end the process its own way: the watch ends it with the job's code.
-        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.rendezvous import rendezvous
 
     patience = timedelta(seconds=limit)
@@ -157,17 +151,44 @@ def join(place: Place, device: str, limit: float, failed: Callable[[str], None])
         peers = _connect(place, store, limit)
     except Exception as error:
         who = "the other ranks" if place.rank == 0 else "rank 0"
-        raise RunError(f"rank {place.rank} waited {limit:g} s for {who} in vain ({type(error).__name__})") from error
-    from .rank_watch import RankWatch
+        raise RunError(f"rank {place.rank} waited up to {limit:g} s for {who} in vain: {_short(error)}") from error
+    return RankWatch(place.rank, peers, place.ranks, limit, failed), store
 
-    watch = RankWatch(place.rank, peers, place.ranks, limit, failed)
+
+def join(place: Place, device: str, limit: float, watch: RankWatch, store: Any) -> Ranks:
+    """Give this process its device and its collectives.
+
+    Args:
+        place: of the environment.
+        device: ``cpu`` or ``cuda``; a rank takes the GPU of its number on the host.
+        limit: seconds that a collective may take.
+        watch: of :func:`meet`.
+        store: of :func:`meet`.
+
+    Raises:
+        NarrowgateError: another device than rank 0's, or fewer GPUs than ranks on this host.
+    """
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.distributed_c10d import PrefixStore
+
+    if place.rank == 0:
+        store.set(_DEVICE, device)
+    elif (first := store.get(_DEVICE).decode()) != device:
+        raise NarrowgateError(f"found device {device} here, and {first} on rank 0; --device says it for all ranks")
+    patience, own = timedelta(seconds=limit), None
+    if device == "cuda":
+        own = _take_gpu(place, torch)
+        # An abort by NCCL would end the process its own way: the watch ends it with the job's code.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
     dist.init_process_group(
-        "nccl" if device == "cuda" else "gloo",
-        store=dist.PrefixStore("narrowgate", store),
+        "gloo" if own is None else "nccl",
+        store=PrefixStore("narrowgate", store),
         rank=place.rank,
         world_size=place.ranks,
         timeout=patience,
-        device_id=torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else None,
+        device_id=own,
     )
     mesh = init_device_mesh(device, (place.ranks,), mesh_dim_names=("shard",))
     # What is no tensor travels between hosts, where a wait can be broken off.
@@ -175,7 +196,11 @@ def join(place: Place, device: str, limit: float, failed: Callable[[str], None])
     return Ranks(place, mesh, host, watch, limit)
 
 
-def _take_gpu(place: Place, torch: Any) -> None:
+def _short(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+
+
+def _take_gpu(place: Place, torch: Any) -> Any:
     count = torch.cuda.device_count()
     if place.local_rank >= count:
         raise NarrowgateError(
@@ -183,6 +208,7 @@ def _take_gpu(place: Place, torch: Any) -> None:
             " processes, or use --device cpu"
         )
     torch.cuda.set_device(place.local_rank)
+    return torch.device("cuda", place.local_rank)
 
 
 def _connect(place: Place, store: Any, limit: float) -> dict[int, socket.socket]:

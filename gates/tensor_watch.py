@@ -18,6 +18,7 @@ import contextlib
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -103,7 +104,7 @@ class TensorWatch:
 
 def _moves(parameter: Tensor) -> Tensor:
     """Bool []: whether there is a gradient that is not zero everywhere."""
-    grad = parameter.grad
+    grad: Any = parameter.grad
     if grad is None:
         return torch.zeros((), dtype=torch.bool, device=parameter.device)
     if hasattr(grad, "to_local"):  # this rank's rows
