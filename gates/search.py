@@ -318,25 +318,25 @@ def _ratio(start: Start, gain_us: float) -> float | None:
 
 
 def unit_groups(names: Sequence[str]) -> dict[str, list[str]]:
-    """Group layers as the gate's attribution does; a list of more blocks than that takes is cut into runs of blocks.
+    """Group layers as the gate's attribution does; where that makes one group or too many, cut blocks into runs.
 
     Args:
         names: layers, in registration order.
     """
     groups = layer_groups(names)
-    if len(groups) > 1 or len(names) < 2:
+    if 1 < len(groups) <= MOST_GROUPS or len(names) < 2:
         return groups
     depth = 1
-    blocks: dict[str, list[str]] = {}
-    while len(blocks) < 2:
-        blocks = defaultdict(list)
+    while len(groups) < 2:  # one list of more blocks than that takes
+        groups = defaultdict(list)
         for name in names:
-            blocks[".".join(name.split(".")[:depth])].append(name)
+            groups[".".join(name.split(".")[:depth])].append(name)
         depth += 1
-    runs, keys = min(MOST_GROUPS, len(blocks)), list(blocks)
+    keys = list(groups)
+    runs = min(MOST_GROUPS, len(keys))
     found: dict[str, list[str]] = {}
     for i in range(runs):
         own = keys[i * len(keys) // runs : (i + 1) * len(keys) // runs]
         name = own[0] if len(own) == 1 else f"{own[0]} to {own[-1]}"
-        found[name] = [layer for key in own for layer in blocks[key]]
+        found[name] = [layer for key in own for layer in groups[key]]
     return found

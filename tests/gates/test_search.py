@@ -256,6 +256,9 @@ def test_a_long_list_of_blocks_is_cut_into_runs() -> None:
     assert len(groups) == 8
     assert [name for own in groups.values() for name in own] == names
     assert groups["blocks.1 to blocks.2"] == ["blocks.1.up", "blocks.1.down", "blocks.2.up", "blocks.2.down"]
+    towers = [f"tower{i}.{part}" for i in range(20) for part in ("up", "down")]
+    assert len(unit_groups(towers)) == 8
+    assert [name for own in unit_groups(towers).values() for name in own] == towers
     assert unit_groups(["a.x", "b.x"]) == {"a.x": ["a.x"], "b.x": ["b.x"]}
     assert unit_groups(["a"]) == {"a": ["a"]}
 
