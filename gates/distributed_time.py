@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from ..precision.wire import WireCount
 from ..recipes.topology import example_topology
 from ..recipes.wire_plan import Layout, Payload, predict_wire
+from ..recipes.wire_units import Sharding
 from .measurements import StepTime
 from .measurements_distributed import DistributedArm, DistributedRun, Planned, RankTime, Traffic, Wire
 from .policy import SpeedPlan
@@ -33,7 +34,10 @@ from .speed import CudaTimer, HostTimer, StepFunction, run_quartets, stage
 from .train import Arm, honest_compilation, seed_generators
 
 if TYPE_CHECKING:
+    import torch
+
     from ..recipes.plan import Plan
+    from .task import Task
 
 #: Rounds of turns on a GPU, as far as the budget goes, and on a CPU, where one step makes a block.
 _ROUNDS, _LEAST_ROUNDS, _CPU_ROUNDS = 10, 3, 2
@@ -85,7 +89,7 @@ def measure_distributed(
     """
     began = time.perf_counter()
     gpu = arms[0].device.type == "cuda"
-    payloads = _planned(arms[1], plan, ranks.count)
+    payloads = planned_wire(arms[1].task, arms[1].device, plan, ranks.count)
     with honest_compilation():
         batches = stage(arms[0].batches(0)[0], arms[0].device, speed.steps_per_block if gpu else 1)
         running = []
@@ -149,13 +153,18 @@ def _on(step: Callable[[Any], None], batches: Sequence[Any]) -> StepFunction:
     return lambda i: step(batches[i % len(batches)])
 
 
-def _planned(arm: RankArm, plan: Plan, ranks: int) -> tuple[Payload, Payload]:
-    """What a step sends in BF16, and as the candidate's plan says."""
-    from ..recipes.wire_units import Sharding
+def planned_wire(task: Task, device: torch.device, plan: Plan, ranks: int) -> tuple[Payload, Payload]:
+    """Return what a step of ``ranks`` ranks sends in BF16, and as a candidate's plan says.
 
+    Raises:
+        NarrowgateError: a parameter that FSDP2 cannot shard, or a weight that could not be gathered as planned.
+    """
     seed_generators(0)
-    model = arm.task.build_model().to(arm.device)
-    wire = predict_wire(model, plan, Layout(ranks, ranks), example_topology(), Sharding(joint_amaxes=True))
+    model = task.build_model().to(device)
+    # Bytes do not depend on the links: any will do that join so many.
+    links = example_topology()
+    joined = links.model_copy(update={"domain": links.domain.model_copy(update={"gpus": ranks}), "zone": None})
+    wire = predict_wire(model, plan, Layout(ranks, ranks), joined, Sharding(joint_amaxes=True))
     return wire.plain, wire.recipe
 
 

@@ -97,6 +97,8 @@ class RankArm(Arm):
         if self._model is not None:
             self.discard()
             if self.compiled:
+                import torch._dynamo
+
                 torch._dynamo.reset()
 
     def discard(self) -> None:

@@ -17,6 +17,7 @@ from . import task as tasks
 from .arithmetic import Arithmetic
 from .batches import weights_fingerprint
 from .decision import decide_family, more_seeds_may_decide
+from .distributed_time import planned_wire
 from .environment import environment
 from .evidence import evidence_of, statistics_of
 from .looks import planned
@@ -211,7 +212,10 @@ def _plan(task: Task, recipe: Recipe, backend: str | None, device: torch.device,
     seed_generators(0)
     model = task.build_model().to(device)
     rows = _on_first(ranks, lambda: rows_for(recipe, task, model))
-    return apply_recipe(model, recipe, backend=backend, rows=rows)
+    plan = apply_recipe(model, recipe, backend=backend, rows=rows)
+    if ranks is not None:
+        planned_wire(task, device, plan, ranks.count)
+    return plan
 
 
 def _measurements(

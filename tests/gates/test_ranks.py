@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from narrowgate.gates import exits
 from narrowgate.gates.decision import decide
+from narrowgate.gates.distributed_time import planned_wire
 from narrowgate.gates.measurements import Measurements, StepTime
 from narrowgate.gates.measurements_distributed import DistributedArm, DistributedRun, Planned, RankTime, Traffic, Wire
 from narrowgate.gates.policy import BUILTIN_POLICIES
@@ -21,6 +23,7 @@ from narrowgate.gates.stability import Observed
 from narrowgate.gates.train import RunError, Trained
 from narrowgate.precision.errors import NarrowgateError
 from narrowgate.precision.observer import OperandNumerics
+from narrowgate.recipes import Recipe, resolve
 
 STANDARD = BUILTIN_POLICIES["standard"]
 
@@ -233,3 +236,21 @@ def test_the_step_of_all_ranks_decides_not_that_of_one_alone(ranked) -> None:
     emulated = ranked(_wire(200), _wire(200))
     run = emulated.distributed.model_copy(update={"step": StepTime(status="no_gpu")})
     assert decide(emulated.model_copy(update={"distributed": run}), STANDARD).verdict == "inconclusive"
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5, 12])
+def test_bytes_are_planned_for_any_number_of_ranks(ranks: int) -> None:
+    class One(Plain):
+        def build_model(self) -> torch.nn.Module:  # type: ignore[override]
+            return torch.nn.Sequential(torch.nn.Linear(48, 33, bias=False))
+
+    task = One(1, 1)
+    gather = {"all_gather": "fp8_e4m3/row", "requantize": True}
+    recipe = Recipe.from_dict({"recipe": "r", "rules": [{"layers": "**", "all": "fp8_e4m3/row"}], "shards": gather})
+    cpu = torch.device("cpu")
+    bf16, codes = planned_wire(task, cpu, resolve(recipe, task.build_model()), ranks)  # type: ignore[arg-type]
+    rows = -(-33 // ranks)
+    assert bf16.given("all_gather") == 2 * rows * 48 * 2  # forward and backward
+    assert bf16.given("reduce_scatter") == ranks * rows * 48 * 2
+    assert codes.given("all_gather") == 2 * rows * (48 + 4)
+    assert codes.given("reduce_scatter") == bf16.given("reduce_scatter")
