@@ -40,6 +40,8 @@ class Screened(Record):
     effects: dict[str, PartEffect]
     #: Why the stability gate would fail it; None where it would not.
     fault: str | None = None
+    #: That one training took, on the mean.
+    seconds: float = 0.0
 
     def losses(self, policy: Policy) -> dict[str, float]:
         """Return mean losses by gate and task, in margins of the policy; 1 is a loss at the margin."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,7 +25,7 @@ from .search_store import Member, SearchStore, as_family, screen_key, task_name
 from .seeds import Job, train_in_process
 from .task import Task, TaskSource
 from .train import seed_generators
-from .workers import train_seeds
+from .workers import train_seeds, usable_cores
 
 if TYPE_CHECKING:
     from ..recipes.recipe import Recipe
@@ -62,8 +61,8 @@ class TaskMeasurer:
     screen_seeds: int = DEFAULT_SEEDS
     screen_steps: int | None = None
     _screens: dict[str, Screened] = field(default_factory=dict, init=False)
-    #: Seconds that trainings took, and training steps that they made (trainings where steps are unknown).
-    _spent: tuple[float, float] = field(default=(0.0, 0.0), init=False)
+    #: Keys of those that this search asked for.
+    _used: set[str] = field(default_factory=set, init=False)
 
     def __post_init__(self) -> None:
         most = self.policy.seeds if self.seeds is None else self.seeds
@@ -98,9 +97,11 @@ class TaskMeasurer:
     def screen(self, recipes: Sequence[Recipe], text: str) -> list[Screened]:
         """Screen recipes together, on the same baselines; those that were screened before are not trained again."""
         seeds = range(SCREEN_SEEDS, SCREEN_SEEDS + self.screen_seeds)
-        keys = [screen_key(self._store.content, recipe.hash(), self.backend, seeds) for recipe in recipes]
+        content, limits, steps = self._store.content, self.policy.stability, self.screen_steps
+        keys = [screen_key(content, recipe.hash(), self.backend, limits, steps, seeds) for recipe in recipes]
+        known = sum(key in self._screens for key in keys)
         missing = {key: recipe for key, recipe in zip(keys, recipes, strict=True) if key not in self._screens}
-        found = f", {len(recipes) - len(missing)} of them known" if len(missing) < len(recipes) else ""
+        found = f", {known} of them known" if known else ""
         trainings = len(seeds) * (1 + len(missing)) if missing else 0
         of = "" if self.screen_steps is None else f" of {self.screen_steps} steps"
         self.progress.phase(
@@ -112,6 +113,7 @@ class TaskMeasurer:
                 self._screens[key] = screened(pairs, self.policy)
             if self.kept is not None:
                 self.kept.keep_screens(self._screens)
+        self._used.update(keys)
         return [self._screens[key] for key in keys]
 
     def gate(self, recipes: Sequence[Recipe]) -> list[Report]:
@@ -124,24 +126,25 @@ class TaskMeasurer:
 
     def reserve(self, recipes: int) -> float:
         """Return about how many seconds the full gate will train, from what screens took; 0 before the first."""
-        seconds, steps = self._spent
-        if not steps:
+        if not self._used:
             return 0.0
-        trainings = (1 + recipes) * (self.policy.seeds if self.seeds is None else self.seeds)
-        return seconds / steps * trainings * (self.steps or 1)
+        mean = sum(self._screens[key].seconds for key in self._used) / len(self._used)
+        longer = self.steps / self.screen_steps if self.steps and self.screen_steps else 1.0
+        seeds = self.policy.seeds if self.seeds is None else self.seeds
+        side_by_side = 1 if self._device.type == "cuda" else min(usable_cores(), seeds)
+        return mean * longer * (1 + recipes) * seeds / side_by_side
 
     def _train(self, recipes: Sequence[Recipe], seeds: Sequence[int]) -> list[list[Pair]]:
         """Train baseline and recipes under every seed; return each recipe's pairs."""
         store: SeedStore | None = None if self.trainings is None else self._store
         job = Job(self._screen_source, tuple(recipes), self.backend, self.policy.stability, store)
-        begun = time.monotonic()
         if self._device.type == "cuda":
             arms = job.arms(self._task, self._device)
             by_seed = train_in_process(job, self._task, arms, seeds, self.progress, keep=False)
+            # Nothing of it is used again, and what stays compiled counts towards the limit of recompilations.
+            torch.compiler.reset()
         else:
             by_seed = train_seeds(job, seeds, self.progress)
-        made = len(seeds) * (1 + len(recipes)) * (self.screen_steps if self.steps and self.screen_steps else 1)
-        self._spent = self._spent[0] + time.monotonic() - begun, self._spent[1] + made
         return [[by_seed[seed][i] for seed in seeds] for i in range(len(recipes))]
 
 
@@ -164,7 +167,8 @@ def screened(pairs: Sequence[Pair], policy: Policy) -> Screened:
         raise NarrowgateError(f"search: a screen of so few steps tells nothing: {broken} Give more --screen-steps")
     unstable = any(gate.name == "stability" and gate.status == "fail" for gate in decision.gates)
     fault = next((reason.text for reason in decision.reasons if unstable and reason.gate == "stability"), None)
-    return Screened(seeds=len(pairs), effects=effects_of(pairs), fault=fault)
+    own = [arm.seconds for pair in pairs for arm in (pair.run.baseline, pair.run.candidate)]
+    return Screened(seeds=len(pairs), effects=effects_of(pairs), fault=fault, seconds=sum(own) / len(own))
 
 
 def steps_of(source: TaskSource) -> int | None:

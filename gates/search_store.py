@@ -20,6 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 from .decision import accept_p, decide
 from .files import write_together
 from .measurements import Record
+from .policy import StabilityLimits
 from .report import Report, decided
 from .search import Screened
 from .statistics import holm_levels
@@ -77,9 +78,12 @@ class SearchStore:
         write_together(self.folder, {_FAMILY: text + "\n"})
 
 
-def screen_key(content: str, recipe: str, backend: str | None, seeds: Sequence[int]) -> str:
-    """Return what a screen is found by: hashes of its task's content and of its recipe, and its seeds."""
-    return hashlib.sha256(json.dumps([content, recipe, backend, list(seeds)]).encode()).hexdigest()
+def screen_key(
+    content: str, recipe: str, backend: str | None, limits: StabilityLimits, steps: int | None, seeds: Sequence[int]
+) -> str:
+    """Return what a screen is found by: hashes of its task's content and of its recipe, how it trains and is judged."""
+    parts = [content, recipe, backend, limits.model_dump(mode="json"), steps, list(seeds)]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 def task_name(source: TaskSource) -> str:

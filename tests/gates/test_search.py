@@ -364,6 +364,29 @@ def test_a_screen_whose_baseline_learns_nothing_ends_the_search(room, narrowgate
     assert len(err.splitlines()) == 1
 
 
+def test_the_full_gates_time_is_foreseen_from_screens_also_from_known_ones(room, in_process, monkeypatch) -> None:
+    monkeypatch.setattr(search_measure, "usable_cores", lambda: 2)
+    recipe = load_recipe("all-fp8.yaml")
+
+    def measurer(**more: Any) -> search_measure.TaskMeasurer:
+        source, kept = TaskSource(task="ranker:good", steps=60), SearchStore(room / "kept")
+        return search_measure.TaskMeasurer(source, STANDARD, Progress(), kept, seeds=6, screen_seeds=2, **more)
+
+    first = measurer()
+    assert first.reserve(2) == 0
+    (screened,) = first.screen([recipe], "one")
+    # Twice the steps of a screen, three arms, six seeds, two at a time.
+    assert first.reserve(2) == pytest.approx(screened.seconds * 2 * 3 * 6 / 2)
+    trained = len(in_process)
+    again = measurer()
+    again.screen([recipe], "one")
+    assert again.reserve(2) == pytest.approx(first.reserve(2))
+    assert len(in_process) == trained == 4
+    # Another number of steps is another screen.
+    measurer(screen_steps=31).screen([recipe], "one")
+    assert len(in_process) == 8
+
+
 def test_more_gate_seeds_than_leave_any_for_screens_are_refused() -> None:
     policy = STANDARD.model_copy(update={"seeds": SCREEN_SEEDS + 1})
     with pytest.raises(Exception, match="expected at most 1000"):
