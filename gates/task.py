@@ -26,8 +26,9 @@ class Task(Protocol):
 
     Beyond these methods a task may have ``optimizer(model) -> Optimizer`` (Adam with a learning rate of 1e-3 where it
     has none), ``task_names`` (a name for each column of the logits), ``base_rates() -> Sequence[float]`` (the
-    training set's rate of positives for each task, for NE; the held-out rows' own where it has none) and
-    ``describe() -> dict`` (facts about model and data for the report).
+    training set's rate of positives for each task, for NE; the held-out rows' own where it has none),
+    ``describe() -> dict`` (facts about model and data for the report) and ``for_rank(rank, ranks) -> Task`` (the same
+    task with one rank's rows of every batch; without it several ranks are dealt whole batches in turn).
     """
 
     def build_model(self) -> nn.Module:
