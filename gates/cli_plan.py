@@ -177,7 +177,8 @@ def plan_command(options: PlanOptions) -> None:
     from ..precision.capability import named_device
     from ..precision.errors import NarrowgateError
     from ..recipes import load_rates, load_recipe, resolve
-    from .rows import trace_casts, trace_rows, trace_step
+    from ..recipes.saved_activations import save_format
+    from .rows import trace_casts, trace_rows, trace_saved, trace_step
     from .task import TaskSource
 
     traced = options.trace or options.data is not None
@@ -204,6 +205,8 @@ def plan_command(options: PlanOptions) -> None:
     plan = resolve(loaded, built, device=target, backend=options.backend, rows=rows, rates=rates)
     if traced:
         plan = plan.with_trace(trace_step(task, built))
+        if plan.backend == "native" and save_format(loaded) is not None:
+            plan = plan.with_saved(trace_saved(task, built, plan))
     if options.casts:
         plan = plan.with_casts(trace_casts(task, built, plan))
     if options.wire.shards:

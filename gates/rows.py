@@ -15,7 +15,7 @@ from .batches import to_device
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from ..recipes import CastPlan, GemmTrace, Plan
+    from ..recipes import CastPlan, GemmTrace, Plan, SavedModule
     from ..recipes.recipe import Recipe
     from .task import Task
 
@@ -56,6 +56,18 @@ def trace_casts(task: Task, model: nn.Module, plan: Plan) -> tuple[CastPlan, ...
         raise NarrowgateError(f"backend {plan.backend} casts on its own, expected native to plan casts")
     run = lambda traced: _step(task, traced)()  # noqa: E731
     return plan_casts(model, plan.recipe, run, device=plan.device, rows=plan.rows, rates=plan.rates)
+
+
+def trace_saved(task: Task, model: nn.Module, plan: Plan) -> tuple[SavedModule, ...]:
+    """Return what modules save for backward in one eager step by ``plan``, of the same batch as :func:`trace_rows`.
+
+    Raises:
+        NarrowgateError: the task has no batch, or its loss runs nothing of the model.
+    """
+    from ..recipes import plan_saved
+
+    run = lambda counted: _step(task, counted)()  # noqa: E731
+    return plan_saved(model, plan.recipe, run, device=plan.device, rows=plan.rows, rates=plan.rates)
 
 
 def _step(task: Task, model: nn.Module) -> Callable[[], Tensor]:

@@ -16,6 +16,7 @@ from .gathered import CodedWeight
 from .layer import LayerState
 from .quantization import QuantizedTensor, quantize
 from .rounding import torch_dtype
+from .saved_marks import marked
 from .spec import Spec
 
 #: An operand ready to multiply: quantized, or dense with its contraction last.
@@ -141,9 +142,9 @@ def save(ctx: Any, operands: list[Operand | None]) -> Layout:
             layout.append("dense")
         else:
             assert operand.scale is not None
-            tensors += [operand.data, operand.scale]
+            tensors += [marked(operand.data), marked(operand.scale)]
             if operand.tensor_scale is not None:
-                tensors.append(operand.tensor_scale)
+                tensors.append(marked(operand.tensor_scale))
             layout.append((operand.spec, operand.dim, operand.shape, operand.tensor_scale is not None))
     ctx.save_for_backward(*tensors)
     return layout

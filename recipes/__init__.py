@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from .recipe import Activations, OptimizerState, Path, Recipe, Rule, Shards
     from .resolution import resolve
     from .rows import measure_rows
+    from .saved_activations import SavedInput, SavedModule
+    from .saved_trace import plan_saved
     from .schema import recipe_schema, recipe_schema_text
     from .state import RecipeState, load_recipe_state, recipe_state
     from .topology import Topology, load_topology, topology_schema
@@ -45,6 +47,8 @@ _HOMES = {
     "RecipeError": ".errors",
     "RecipeState": ".state",
     "Rule": ".recipe",
+    "SavedInput": ".saved_activations",
+    "SavedModule": ".saved_activations",
     "Sharding": ".wire_units",
     "Shards": ".recipe",
     "Spec": "..precision.spec",
@@ -67,6 +71,7 @@ _HOMES = {
     "predict_wire": ".wire_plan",
     "rates_schema": ".rates",
     "plan_casts": ".fused_casts",
+    "plan_saved": ".saved_trace",
     "recipe_schema": ".schema",
     "recipe_schema_text": ".schema",
     "recipe_state": ".state",
@@ -93,6 +98,8 @@ __all__ = [
     "RecipeError",
     "RecipeState",
     "Rule",
+    "SavedInput",
+    "SavedModule",
     "Sharding",
     "Shards",
     "Spec",
@@ -113,6 +120,7 @@ __all__ = [
     "low_precision",
     "measure_rows",
     "plan_casts",
+    "plan_saved",
     "predict_wire",
     "rates_schema",
     "recipe_schema",

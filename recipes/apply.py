@@ -15,6 +15,7 @@ from torch import nn
 from ..precision.backends import backend_of, get_backend
 from ..precision.capability import Device
 from ..precision.errors import NarrowgateError, NotBuiltError, did_you_mean
+from ..precision.saved import keep_saved, release_saved
 from ..precision.sharding import release_weights
 from ..precision.spec import Spec
 from .errors import Diagnostic, RecipeError, found
@@ -26,6 +27,7 @@ from .recipe import BACKENDS, OptimizerState, Recipe
 from .resolution import resolve
 from .rows import measure_rows
 from .runnable import inexpressible_in_plan, not_built_in_parts
+from .saved_activations import save_format
 from .shards import check_shards, gather_low, own_reduction, reduce_low
 from .targets import find_targets, named_modules, unwrap
 
@@ -121,9 +123,13 @@ def apply_recipe(
         runs_on.attach(unwrap(model), [layer.config for layer in plan.lowered])
         gather_low(targets, plan)
         reduce_low(unwrap(model), plan, seed)
+        saved_as = save_format(loaded)
+        if saved_as is not None:
+            keep_saved(unwrap(model), saved_as)
     except BaseException:  # never leave half a model behind
         release_weights(done)
         own_reduction(unwrap(model))
+        release_saved(unwrap(model))
         for module in done:
             runs_on.restore(module)
         raise
@@ -152,6 +158,7 @@ def remove_recipe(model: nn.Module) -> None:
         applied = module.__dict__.pop(_MARK, None)
         if applied is not None:
             own_reduction(module)
+            release_saved(module)
             get_backend(applied.backend).detach(module)
 
 

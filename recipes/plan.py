@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from .fused_casts import CastPlan
+    from .saved_activations import SavedModule
     from .targets import Unreachable
     from .tracing import GemmTrace
 
@@ -169,6 +170,8 @@ class Plan:
     trace: GemmTrace | None = None
     #: Casts of a compiled step (:func:`narrowgate.recipes.plan_casts`); None where none was traced.
     casts: tuple[CastPlan, ...] | None = None
+    #: What modules save for backward (:func:`narrowgate.recipes.plan_saved`); None where no step was run.
+    saved: tuple[SavedModule, ...] | None = None
     #: The model that :func:`narrowgate.recipes.apply_recipe` changed; None where it was only resolved.
     model: ReferenceType[nn.Module] | None = field(default=None, compare=False, repr=False)
 
@@ -182,6 +185,10 @@ class Plan:
     def with_casts(self, casts: Sequence[CastPlan]) -> Plan:
         """Return this plan with the casts of a compiled step: which compute what they cast, and which read it."""
         return replace(self, casts=tuple(casts))
+
+    def with_saved(self, saved: Sequence[SavedModule]) -> Plan:
+        """Return this plan with what the modules of one eager step save for backward."""
+        return replace(self, saved=tuple(saved))
 
     @property
     def no_prices(self) -> str | None:
@@ -334,6 +341,8 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as JSON-ready data."""
+        from .saved_activations import activations_dict
+
         return {
             "version": PLAN_VERSION,
             "recipe": self.recipe.name,
@@ -355,6 +364,7 @@ class Plan:
             "layers": [layer.to_dict() for layer in self.layers],
             "trace": self.trace.to_dict() if self.trace is not None else None,
             "casts": [cast.to_dict() for cast in self.casts] if self.casts is not None else None,
+            "activations": activations_dict(self),
             "unreachable": [entry.to_dict() for entry in self.unreachable],
             "warnings": [warning.to_dict() for warning in self.warnings],
         }

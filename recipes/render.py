@@ -8,6 +8,7 @@ from ..precision.config import OPERANDS, PATHS, GemmConfig
 from .plan import LayerPlan, Plan
 from .pricing import LayerPrice, Unpriced
 from .runnable import inexpressible_in_plan
+from .saved_activations import activations_notes
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -133,6 +134,7 @@ def _notes(plan: Plan) -> list[str]:
         notes.append(f"FSDP2 gathers {plan.gather} for {len(plan.gathered)} of {_layers(len(plan.layers))}")
     if plan.reduce is not None:
         notes.append(f"FSDP2 reduces gradients as {plan.reduce}, summed in FP32")
+    notes += activations_notes(plan)
     state = plan.recipe.optimizer.state if plan.recipe.optimizer is not None else None
     if state is not None and state.format != "fp32":
         notes.append(f"the optimizer keeps its moments as {state}")

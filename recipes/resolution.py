@@ -29,7 +29,7 @@ from .plan import LayerPlan, Origin, Plan
 from .profit import price_plan
 from .rates import Rates
 from .recipe import FIELDS, Recipe, Rule, Shards, at_rule
-from .runnable import doubts_in_parts
+from .runnable import doubts_in_parts, doubts_in_saved
 from .targets import Target, find_targets
 
 _DEFAULTS = -1
@@ -63,7 +63,7 @@ def resolve(
     loaded = load_recipe(recipe)
     resolution = _Resolution(loaded.flatten(), model)
     plan = resolution.plan(device or _device_of(model), backend)
-    plan = replace(plan, warnings=(*plan.warnings, *doubts_in_parts(loaded)))
+    plan = replace(plan, warnings=(*plan.warnings, *doubts_in_parts(loaded), *doubts_in_saved(loaded, plan)))
     return price_plan(plan, resolution.weights(), rows, rates)
 
 

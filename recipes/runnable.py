@@ -7,11 +7,13 @@ from dataclasses import replace
 
 from ..precision.backends import LayerFacts, get_backend
 from ..precision.config import OPERANDS, GemmConfig, LinearConfig
+from ..precision.saved_formats import unsupported_save
 from ..precision.spec import Spec
 from ..precision.state_formats import unsupported_state
 from .errors import Diagnostic
 from .plan import Plan
 from .recipe import OptimizerState, Recipe, Rule, at_rule
+from .saved_activations import lossy_layers, save_format
 
 
 def not_built_in_recipe(recipe: Recipe, backend: str | None = None) -> list[Diagnostic]:
@@ -79,6 +81,19 @@ def doubts_in_parts(recipe: Recipe) -> list[Diagnostic]:
     return [replace(_at_part(recipe, "optimizer", "state", message), severity="warning")]
 
 
+def doubts_in_saved(recipe: Recipe, plan: Plan) -> list[Diagnostic]:
+    """Return a warning where layers multiply BF16 in wgrad by an input that was kept in low precision."""
+    lossy = lossy_layers(plan)
+    if not lossy:
+        return []
+    count, first = len(lossy), lossy[0].name or "(root)"
+    message = (
+        f"lossy: {count} layer{'s' * (count > 1)} with a BF16 wgrad multipl{'y' if count > 1 else 'ies'} by an input "
+        f"kept as {save_format(recipe)}, first '{first}'"
+    )
+    return [replace(_at_part(recipe, "activations", "save", message), severity="warning")]
+
+
 def _parts(recipe: Recipe, backend: str | None) -> Iterator[Diagnostic]:
     flat = recipe.flatten()
     if flat.shards is not None:
@@ -88,8 +103,9 @@ def _parts(recipe: Recipe, backend: str | None) -> Iterator[Diagnostic]:
             yield _at_part(recipe, "shards", "all_gather", f"{gather} is not built yet, only {built}")
         if reduce is not None and (reducible := _built_reduce(reduce)) is not None:
             yield _at_part(recipe, "shards", "reduce_scatter", f"{reduce} is not built yet, only {reducible}")
-    if flat.activations is not None and flat.activations.save != "operand":
-        yield _at_part(recipe, "activations", "save", f"{flat.activations.save} is not built yet, only operand")
+    save = None if flat.activations is None else flat.activations.save
+    if isinstance(save, Spec) and (savable := unsupported_save(save)) is not None:
+        yield _at_part(recipe, "activations", "save", f"{save} is not built yet, only operand, {savable}")
     if flat.optimizer is not None and (kept := unsupported_state(flat.optimizer.state)) is not None:
         yield _at_part(recipe, "optimizer", "state", f"{flat.optimizer.state} is not built yet, only {kept}")
 
