@@ -13,7 +13,7 @@ from . import exits
 from .files import write_together
 from .outputs import Outcome, write_outcome, write_summary
 from .render import terminal_text
-from .report import FILES
+from .report import FILES, Report
 from .search import SCREEN_SEEDS, Candidate, Found
 
 SCHEMA_VERSION = 1
@@ -67,16 +67,14 @@ def search_dict(found: Found, facts: Facts, *, finished: bool, failure: str | No
     """Return the data of ``search.json``."""
     verdict = exits.FAILED_RUN if failure is not None else found.verdict
     verdicts = {report.recipe.name: report for report in found.reports}
-    best = next(
-        (c for c in found.finalists if verdicts.get(c.recipe.name) and _accepted(verdicts[c.recipe.name])), None
-    )
+    accepted = [r.recipe.name for r in found.reports if r.verdict == "accept"]
     return {
         "schema_version": SCHEMA_VERSION,
         "finished": finished,
         "verdict": verdict,
         "exit_code": exits.exit_code([verdict]),
         "failure": failure,
-        "accepted": None if best is None else best.recipe.name,
+        "accepted": accepted,
         "reasons": reasons_of(found),
         "model": facts.model,
         "data": facts.data,
@@ -109,11 +107,7 @@ def search_dict(found: Found, facts: Facts, *, finished: bool, failure: str | No
     }
 
 
-def _accepted(report: Any) -> bool:
-    return report.verdict == "accept"
-
-
-def _candidate(candidate: Candidate, verdicts: dict[str, Any]) -> dict[str, Any]:
+def _candidate(candidate: Candidate, verdicts: dict[str, Report]) -> dict[str, Any]:
     name = candidate.recipe.name
     report = verdicts.get(name)
     return {
