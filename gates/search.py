@@ -288,7 +288,8 @@ class _Search:
         only: list[Setting] = [tuple(LOW if j == i else DENSE for j in count) for i in count]
         without: list[Setting] = [tuple(DENSE if j == i else LOW for j in count) for i in count]
         wgrad: Setting = tuple(WGRAD if WGRAD in unit.levels else LOW for unit in units)
-        settings = [*only, *without, *([] if wgrad == whole else [wgrad])]
+        safer = [*without, *([] if wgrad == whole else [wgrad])]
+        settings = list(dict.fromkeys([*only, *safer]))  # of two units, one alone is all but the other
         text = f"what {len(units)} parts of {line.start.base.name} cost"
         measured = self._measure([(line, setting) for setting in settings], text, probe=True)
         losses = dict(zip(settings, (candidate.losses for candidate in measured), strict=True))
@@ -301,7 +302,7 @@ class _Search:
 
         risks = {units[i].name: risk(losses[only[i]], losses[without[i]]) for i in count}
         line.descent.tell_risks(risks, _share(all_on, losses.get(wgrad)))
-        for setting in settings[len(only) :]:
+        for setting in safer:
             line.descent.learn(setting, losses[setting], probe=True)
 
 

@@ -145,6 +145,15 @@ def test_starts_are_screened_together_and_those_that_cannot_win_are_not_relaxed(
     assert {c.base for c in found.finalists} == {"fp8-row", "fp8-tensor"}
 
 
+def test_of_two_layers_none_is_screened_twice(truth) -> None:
+    with torch.device("meta"):
+        pair = nn.ModuleDict({"body": nn.Linear(64, 64), "head": nn.Linear(64, 64)})
+    found = search([start_of("fp8-row", pair)], truth(costing(pair, {"body": 4.0})), STANDARD, Limits())
+    names = [candidate.recipe.name for candidate in found.candidates]
+    assert len(set(names)) == len(names)
+    assert found.finalists[0].levels == {"body": "bf16"}
+
+
 def test_a_start_that_is_worth_less_than_what_passed_is_left_at_that(tower: Tower, truth) -> None:
     lossy = load_recipe("gem-fp8").hash()
     measurer = truth(lambda recipe: 9.0 if recipe.hash() == lossy else 0.0)
@@ -184,6 +193,7 @@ def test_the_same_measurements_lead_through_the_same_candidates(tower: Tower, tr
         for _ in range(2)
     ]
     assert names[0] == names[1]
+    assert len(set(names[0])) == len(names[0])
 
 
 def test_what_was_found_is_told_in_files_and_text(tower: Tower, truth, tmp_path) -> None:
