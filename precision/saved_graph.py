@@ -24,10 +24,12 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._functorch.compile_utils import fx_graph_cse
 from torch._functorch.partitioners import must_recompute
 from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
 from torch.utils import _pytree as pytree
@@ -42,6 +44,8 @@ from .spec import Spec
 aten, prims = torch.ops.aten, torch.ops.prims
 
 _CODES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8)
+#: In the ``meta`` of a node that is an operand of a product in backward.
+_OPERAND = "narrowgate_operand"
 #: Change neither values nor what a tensor is; views are told by their schema.
 _CASTS = (prims.convert_element_type.default, aten._unsafe_view.default, aten.clone.default)
 #: On the way to an exponential an error stays what it is.
@@ -65,9 +69,12 @@ def quantize_saved(joint: fx.GraphModule, cut: Callable[[int], _Pair], outputs: 
         The forward and the backward graph module.
     """
     annotated = any(_spec_text(node) for node in joint.graph.nodes)
-    operands = _take_marks(joint.graph)
+    _take_marks(joint.graph)
     if not annotated:
         return cut(outputs)
+    # Layers that read one tensor make its codes once. The partitioner finds that too, but not of a graph's outputs.
+    joint.graph = fx_graph_cse(joint.graph)
+    operands = [node for node in joint.graph.nodes if _OPERAND in node.meta]
     known = _Inputs(joint.graph, outputs, static)
     # As outputs of the forward they are made there; marked so, they are not made again out of what backward gets.
     for node in operands:
@@ -97,18 +104,19 @@ class _Inputs:
         self.parameters = {node.name for position, node in enumerate(primals) if position in fixed}
 
 
-def _take_marks(joint: fx.Graph) -> list[fx.Node]:
-    """Remove the marks of operands; return those that forward makes and no recompute repeats, each once."""
-    found: dict[fx.Node, None] = {}
+def _take_marks(joint: fx.Graph) -> None:
+    """Remove the marks of operands, and note in ``meta`` those that forward makes and no recompute repeats."""
     late = _dependent(joint)
     for node in joint.find_nodes(op="call_function", target=torch.ops.narrowgate.kept_operand.default):
         source = node.args[0]
         assert isinstance(source, fx.Node)
-        if source not in late and source.op == "call_function" and "recompute" not in node.meta:
-            found[source] = None
         node.replace_all_uses_with(source)
         joint.erase_node(node)
-    return list(found)
+        # Layers that read one tensor may share its codes, and look at them each in a view of its own.
+        while (looked_at := _viewed(source)) is not None and _elements(looked_at) == _elements(source):
+            source = looked_at
+        if source not in late and source.op == "call_function" and "recompute" not in node.meta:
+            source.meta[_OPERAND] = True
 
 
 def _insert_outputs(joint: fx.Graph, position: int, nodes: Sequence[fx.Node]) -> None:
@@ -329,14 +337,16 @@ def _sizes(value: Tensor) -> list[int]:
     return [size if isinstance(size, int) else int(size.node.hint or 1) for size in value.shape]
 
 
+def _elements(node: fx.Node) -> Any:
+    """How many elements a traced tensor has; None for several tensors."""
+    value = node.meta.get("val")
+    return prod(_sizes(value)) if isinstance(value, Tensor) else None
+
+
 def _bytes(owner: fx.Node) -> int:
+    """Bytes that a traced tensor takes; 0 for several, each of which has memory of its own."""
     value = owner.meta["val"]
-    if not isinstance(value, Tensor):  # several outputs, each with memory of its own
-        return 0
-    elements = 1
-    for size in _sizes(value):
-        elements *= size
-    return elements * value.dtype.itemsize
+    return prod(_sizes(value)) * value.dtype.itemsize if isinstance(value, Tensor) else 0
 
 
 class SavedPartitioner(CustomPartitionerFn):
