@@ -7,6 +7,7 @@ the hosts for what is no tensor.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import socket
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 #: Seconds that ranks wait for each other where nobody says.
 DEFAULT_LIMIT = 600.0
+#: Seconds in which who connects says who it is.
+_HANDSHAKE = 10.0
 _KEY, _DEVICE = "narrowgate/watch", "narrowgate/device"
 
 
@@ -220,13 +223,14 @@ def _connect(place: Place, store: Any, limit: float) -> dict[int, socket.socket]
         return {0: _patient(connection)}
     peers: dict[int, socket.socket] = {}
     word = secrets.token_hex(16)
-    family = socket.getaddrinfo(os.environ["MASTER_ADDR"], None, type=socket.SOCK_STREAM)[0][0]
-    with socket.create_server(("", 0), family=family, backlog=place.ranks) as server:
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    with socket.create_server(("", 0), family=family, backlog=place.ranks, dualstack_ipv6=both) as server:
         server.settimeout(limit)
         store.set(_KEY, f"{server.getsockname()[1]} {word}")
         while len(peers) < place.ranks - 1:
             connection, _ = server.accept()
-            connection.settimeout(limit)
+            connection.settimeout(min(limit, _HANDSHAKE))
             said, _, rank = _line(connection).partition(" ")
             if secrets.compare_digest(said, word) and rank.isdecimal() and 0 < int(rank) < place.ranks:
                 peers[int(rank)] = _patient(connection)
@@ -236,12 +240,14 @@ def _connect(place: Place, store: Any, limit: float) -> dict[int, socket.socket]
 
 
 def _line(connection: socket.socket) -> str:
+    """Read a short line; what is none, or comes too late, is empty."""
     said = b""
-    while not said.endswith(b"\n") and len(said) < 100:
-        part = connection.recv(1)
-        if not part:
-            break
-        said += part
+    with contextlib.suppress(OSError):
+        while not said.endswith(b"\n") and len(said) < 100:
+            part = connection.recv(1)
+            if not part:
+                break
+            said += part
     return said.decode(errors="replace").strip()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -51,6 +52,34 @@ def test_places_that_cannot_be_are_refused(rank, message, monkeypatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(NarrowgateError, match=message):
         Place.of_environment()
+
+
+@pytest.mark.parametrize("option", ["--from", "--config"])
+def test_what_runs_in_one_process_is_refused_on_several(option, monkeypatch, narrowgate) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    code, _, err = narrowgate("gate", option, "x")
+    assert (code, err) == (2, f"narrowgate: gate {option} runs in one process: start it without torchrun\n")
+
+
+def test_a_launcher_that_left_something_out_is_told(monkeypatch, narrowgate) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    code, _, err = narrowgate("gate", "bf16")
+    assert (code, err) == (2, "narrowgate: found no MASTER_PORT in the environment, expected what torchrun sets\n")
+
+
+def test_ranks_that_do_not_come_are_missed(monkeypatch, narrowgate) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
+        monkeypatch.setenv(name, value)
+    code, _, err = narrowgate("gate", "bf16", "--collective-timeout", "1")
+    assert code == 4
+    assert err.startswith("narrowgate: the run failed: rank 0 waited up to 1 s for the other ranks in vain")
 
 
 def test_of_faults_of_one_moment_the_cause_is_told() -> None:
