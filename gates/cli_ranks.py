@@ -62,17 +62,20 @@ def gate_on_ranks(options: GateOptions, place: Place) -> NoReturn:
                 end(exits.USAGE)
             raise NarrowgateError(f"gate {name} runs in one process: start it without torchrun")
     names: list[str] = []
+    shown: list[Progress] = []
     out = Path(options.out or DEFAULT_OUT)
 
-    def failed(text: str) -> None:
-        if names:  # nothing was written over before the recipes were read
+    def failed(text: str, code: int) -> None:
+        for progress in shown:  # the main thread may wait within a collective
+            progress.__exit__(None, None, None)
+        if names and code == exits.FAILED:  # nothing was written over before the recipes were read
             write_failures(out, names, text)
 
     limit = options.collective_timeout or DEFAULT_LIMIT
     watch, store = meet(place, limit, failed)
     try:
         ranks = join(place, pick_device(options.device), limit, watch, store)
-        code = _gate(options, ranks, out, names)
+        code = _gate(options, ranks, out, names, shown)
         ranks.leave()
     except BaseException as error:
         _fail(watch, error)
@@ -80,7 +83,8 @@ def gate_on_ranks(options: GateOptions, place: Place) -> NoReturn:
     end(code)
 
 
-def _gate(options: GateOptions, ranks: Ranks, out: Path, names: list[str]) -> int:
+def _gate(options: GateOptions, ranks: Ranks, out: Path, names: list[str], shown: list[Progress]) -> int:
+    """Run the gate; notes in ``names`` what it runs and in ``shown`` what is on the screen meanwhile."""
     from .cli_gate import finish, prepared
     from .files import check_writable
     from .resume import FOLDER, forget
@@ -96,7 +100,9 @@ def _gate(options: GateOptions, ranks: Ranks, out: Path, names: list[str]) -> in
             forget(out / FOLDER)
     names += [recipe.name for recipe in run.recipes]
     with RankProgress(make_progress(options.quiet or not ranks.first), ranks) as progress:
+        shown.append(progress)
         reports = run_gate(run, progress, ranks)
+    shown.clear()
     return ranks.from_first(lambda: finish(reports, out, options))
 
 

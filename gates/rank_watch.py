@@ -74,7 +74,7 @@ class RankWatch:
         peers: of rank 0, the connection to each other rank; of the others, ``{0: the connection to rank 0}``.
         ranks: of the job.
         limit: seconds without a :meth:`tick` that count as no progress.
-        failed: called on rank 0 with the cause's text before all stop for another reason than bad input.
+        failed: called on rank 0 with the cause's text and exit code before it is told and all stop.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class RankWatch:
         peers: dict[int, socket.socket],
         ranks: int,
         limit: float,
-        failed: Callable[[str], None] = lambda text: None,
+        failed: Callable[[str, int], None] = lambda text, code: None,
     ) -> None:
         self.rank, self.ranks, self.limit, self.failed = rank, ranks, limit, failed
         self._peers = peers
@@ -211,10 +211,9 @@ class RankWatch:
     def _stop(self) -> NoReturn:
         cause = cause_of(self._faults)
         alike = len({fault.rank for fault in self._faults if (fault.text, fault.code) == (cause.text, cause.code)})
+        with contextlib.suppress(Exception):
+            self.failed(cause.line(self.ranks).removeprefix("narrowgate: the run failed: "), cause.code)
         print(cause.line(self.ranks, alike), file=sys.stderr, flush=True)
-        if cause.code == exits.FAILED:
-            with contextlib.suppress(Exception):
-                self.failed(cause.line(self.ranks).removeprefix("narrowgate: the run failed: "))
         for rank in self._peers:
             self._send(rank, {"stop": cause.code})
         end(cause.code)

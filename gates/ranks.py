@@ -123,7 +123,7 @@ class Ranks:
         self.watch.close()
 
 
-def meet(place: Place, limit: float, failed: Callable[[str], None]) -> tuple[RankWatch, Any]:
+def meet(place: Place, limit: float, failed: Callable[[str, int], None]) -> tuple[RankWatch, Any]:
     """Find the other ranks; return this one's watch and the store that they share. From then on failures end all.
 
     Args:
