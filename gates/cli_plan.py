@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
@@ -208,7 +208,8 @@ def plan_command(options: PlanOptions) -> None:
         if plan.backend == "native" and save_format(loaded) is not None:
             plan = plan.with_saved(trace_saved(task, built, plan))
     if options.casts:
-        plan = plan.with_casts(trace_casts(task, built, plan))
+        # In memory, not on the meta device: autocast, which knows no such device, decides what is BF16.
+        plan = plan.with_casts(trace_casts(replace(source, device="cpu").open(), built, plan))
     if options.wire.shards:
         _print_wire(built, plan, options)
     elif options.json:

@@ -54,8 +54,12 @@ def trace_casts(task: Task, model: nn.Module, plan: Plan) -> tuple[CastPlan, ...
 
     if plan.backend != "native":
         raise NarrowgateError(f"backend {plan.backend} casts on its own, expected native to plan casts")
-    run = lambda traced: _step(task, traced)()  # noqa: E731
-    return plan_casts(model, plan.recipe, run, device=plan.device, rows=plan.rows, rates=plan.rates)
+    # Traced, not run: as on the planned device, whatever this one can do.
+    run = lambda traced: _step(task, traced, bf16=plan.device.kind == "cuda")()  # noqa: E731
+    # Autocast, which decides what lies in memory as BF16, knows no meta tensors.
+    return plan_casts(
+        model, plan.recipe, run, device=plan.device, rows=plan.rows, rates=plan.rates, instead_of_meta="cpu"
+    )
 
 
 def trace_saved(task: Task, model: nn.Module, plan: Plan) -> tuple[SavedModule, ...]:
@@ -70,16 +74,17 @@ def trace_saved(task: Task, model: nn.Module, plan: Plan) -> tuple[SavedModule, 
     return plan_saved(model, plan.recipe, run, device=plan.device, rows=plan.rows, rates=plan.rates)
 
 
-def _step(task: Task, model: nn.Module) -> Callable[[], Tensor]:
+def _step(task: Task, model: nn.Module, *, bf16: bool = False) -> Callable[[], Tensor]:
     batch = next(iter(task.train_batches(0)), None)
     if batch is None:
         raise NarrowgateError("train_batches(0) yielded no batch, expected one to trace")
     parameter = next(model.parameters(), None)
     device = torch.device("cpu") if parameter is None else parameter.device
     batch = to_device(batch, device)
+    arithmetic = Arithmetic(device, bf16=True) if bf16 else Arithmetic.of(device)
 
     def loss() -> Tensor:
-        with Arithmetic.of(device).context():
+        with arithmetic.context():
             return task.loss(model, batch)
 
     return loss

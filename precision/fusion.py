@@ -13,8 +13,8 @@ Rounding between fused operations is dropped, as Inductor does: a program comput
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -24,173 +24,19 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.immutable_collections import immutable_list
 
-from .kernels.program import IDENTITY, Argument, Instruction, Program
+from . import fusion_builder
+from .fusion_builder import LEAF_DTYPES, POINTWISE, Builder, UnsupportedError, same_sizes
+from .kernels import program
+from .kernels.program import IDENTITY, Program
 
-aten, prims = torch.ops.aten, torch.ops.prims
+aten = torch.ops.aten
 
-#: A kernel with more inputs than this spills registers rather than saves traffic.
-_MOST_LEAVES = 8
-_MOST_INSTRUCTIONS = 48
-_LEAF_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.bool)
 _VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
+#: What Inductor computes together with the pointwise operations before it.
+_REDUCTIONS = (aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim, aten.amax.default)
 
 #: In the ``meta`` of a node that stays out of casts: what it reads no program could, and it is smaller in memory.
 STANDS = "narrowgate_stands"
-
-#: Build a value from (program under construction, arguments as values or constants).
-_Emit = Callable[["_Builder", list[Any]], Any]
-
-
-def _op(name: str) -> _Emit:
-    return lambda build, args: build.emit(name, *args)
-
-
-def _scaled_second(name: str) -> _Emit:
-    """``add`` and ``sub`` with an optional ``alpha`` last."""
-
-    def emit(build: _Builder, args: list[Any]) -> Any:
-        first, second, alpha = (*args, 1.0)[:3]
-        return build.emit(name, first, second if alpha == 1.0 else build.emit("mul", second, alpha))
-
-    return emit
-
-
-def _clamp(build: _Builder, args: list[Any]) -> Any:
-    value, low, high = (*args, None, None)[:3]
-    value = value if low is None else build.emit("maximum", value, low)
-    return value if high is None else build.emit("minimum", value, high)
-
-
-def _power(build: _Builder, args: list[Any]) -> Any:
-    value, exponent = args
-    if exponent == 2:
-        return build.emit("mul", value, value)
-    if exponent == 3:
-        return build.emit("mul", build.emit("mul", value, value), value)
-    if exponent == -0.5:
-        return build.emit("rsqrt", value)
-    raise _UnsupportedError
-
-
-#: Pointwise operations as they stand in a decomposed graph.
-_POINTWISE: dict[Any, _Emit] = {
-    aten.mul.Tensor: _op("mul"), aten.mul.Scalar: _op("mul"), aten.div.Tensor: _op("div"), aten.neg.default: _op("neg"),
-    aten.add.Tensor: _scaled_second("add"), aten.add.Scalar: _scaled_second("add"),
-    aten.sub.Tensor: _scaled_second("sub"), aten.sub.Scalar: _scaled_second("sub"),
-    aten.abs.default: _op("abs"), aten.exp.default: _op("exp"), aten.log.default: _op("log"),
-    aten.sqrt.default: _op("sqrt"), aten.rsqrt.default: _op("rsqrt"), aten.erf.default: _op("erf"),
-    aten.sigmoid.default: _op("sigmoid"), aten.tanh.default: _op("tanh"),
-    aten.maximum.default: _op("maximum"), aten.minimum.default: _op("minimum"),
-    aten.relu.default: lambda build, args: build.emit("maximum", args[0], 0.0),
-    aten.clamp_min.default: _op("maximum"), aten.clamp_max.default: _op("minimum"), aten.clamp.default: _clamp,
-    aten.log1p.default: lambda build, args: build.emit("log", build.emit("add", args[0], 1.0)),
-    aten.expm1.default: lambda build, args: build.emit("sub", build.emit("exp", args[0]), 1.0),
-    aten.reciprocal.default: lambda build, args: build.emit("div", 1.0, args[0]),
-    aten.square.default: lambda build, args: build.emit("mul", args[0], args[0]),
-    aten.pow.Tensor_Scalar: _power, aten.where.self: _op("where"),
-    aten.gt.Scalar: _op("gt"), aten.gt.Tensor: _op("gt"), aten.ge.Scalar: _op("ge"), aten.ge.Tensor: _op("ge"),
-    aten.lt.Scalar: _op("lt"), aten.lt.Tensor: _op("lt"), aten.le.Scalar: _op("le"), aten.le.Tensor: _op("le"),
-    aten.eq.Scalar: _op("eq"), aten.eq.Tensor: _op("eq"), aten.ne.Scalar: _op("ne"), aten.ne.Tensor: _op("ne"),
-    # Of a floating-point value: no more than how it would have been rounded in memory.
-    prims.convert_element_type.default: lambda build, args: args[0],
-    aten.expand.default: lambda build, args: args[0],
-}  # fmt: skip
-#: Arguments after these many say nothing about the value (a dtype, a shape).
-_VALUE_ARGUMENTS: dict[Any, int] = {prims.convert_element_type.default: 1, aten.expand.default: 1}
-
-
-class _UnsupportedError(Exception):
-    """Part of a graph that a program cannot express; it stays in memory as a leaf."""
-
-
-@dataclass
-class _Builder:
-    """A program under construction over one shape."""
-
-    shape: Sequence[Any]
-    owned: set[fx.Node]
-    #: Rows will be others than the shape's, so that no leaf may lie along them.
-    flat: bool = False
-    leaves: list[fx.Node] = field(default_factory=list)
-    kinds: list[str] = field(default_factory=list)
-    instructions: list[tuple[str, tuple[Any, ...]]] = field(default_factory=list)
-    _known: dict[fx.Node, Any] = field(default_factory=dict)
-
-    def value(self, node: Any) -> Any:
-        """Return the value of a graph's node: a handle ``("leaf" | "step", number)``, or a constant."""
-        if isinstance(node, (int, float)):
-            return float(node)
-        if not isinstance(node, fx.Node):
-            raise _UnsupportedError
-        if node not in self._known:
-            mark = len(self.leaves), len(self.instructions)
-            try:
-                self._known[node] = self._compute(node)
-            except _UnsupportedError:
-                del self.leaves[mark[0] :], self.kinds[mark[0] :], self.instructions[mark[1] :]
-                self._known = {n: v for n, v in self._known.items() if self._stands(v, mark)}
-                self._known[node] = self._leaf(node)
-        return self._known[node]
-
-    def emit(self, op: str, *arguments: Any) -> Any:
-        """Append an instruction."""
-        if len(self.instructions) >= _MOST_INSTRUCTIONS or any(a is None for a in arguments):
-            raise _UnsupportedError
-        self.instructions.append((op, tuple(float(a) if isinstance(a, (int, float)) else a for a in arguments)))
-        return "step", len(self.instructions) - 1
-
-    def program(self, results: Sequence[Any]) -> Program:
-        """Return the program that ends in ``results``."""
-
-        def number(argument: Any) -> Argument:
-            if isinstance(argument, float):
-                return argument
-            kind, index = argument
-            return index if kind == "leaf" else len(self.leaves) + index
-
-        steps = tuple(Instruction(op, tuple(map(number, arguments))) for op, arguments in self.instructions)
-        return Program(tuple(self.kinds), steps, tuple(int(number(r)) for r in results))
-
-    @staticmethod
-    def _stands(value: Any, mark: tuple[int, int]) -> bool:
-        return isinstance(value, float) or value[1] < mark[0 if value[0] == "leaf" else 1]
-
-    def _compute(self, node: fx.Node) -> Any:
-        if node.target is aten.full.default or node.target is aten.scalar_tensor.default:
-            fill = node.args[-1] if node.target is aten.full.default else node.args[0]
-            if isinstance(fill, (int, float)):
-                return float(fill)
-        if node not in self.owned or node.target not in _POINTWISE:
-            raise _UnsupportedError
-        arguments = node.args[: _VALUE_ARGUMENTS.get(node.target, len(node.args))]
-        values = [None if a is None else self.value(a) for a in arguments]
-        values += [self.value(alpha) for name, alpha in node.kwargs.items() if name == "alpha"]
-        return _POINTWISE[node.target](self, values)
-
-    def _leaf(self, node: fx.Node) -> Any:
-        kind = self._kind(node.meta.get("val"))
-        if kind is None or len(self.leaves) >= _MOST_LEAVES:
-            raise _UnsupportedError
-        self.leaves.append(node)
-        self.kinds.append(kind)
-        return "leaf", len(self.leaves) - 1
-
-    def _kind(self, tensor: Any) -> str | None:
-        """How a tensor lies over the shape; None where it lies in no way that a kernel reads."""
-        if not isinstance(tensor, Tensor) or tensor.dtype not in _LEAF_DTYPES:
-            return None
-        if _equal(tensor.shape, self.shape):
-            return "mn" if not self.flat or tensor.is_contiguous() else None
-        if all(statically_known_true(size == 1) for size in tensor.shape):
-            return "s"
-        if self.flat:
-            return None
-        if _equal(tensor.shape, (*self.shape[:-1], 1)):
-            return "m"
-        *leading, last = tensor.shape
-        if statically_known_true(last == self.shape[-1]) and all(statically_known_true(n == 1) for n in leading):
-            return "n"
-        return None
 
 
 def fuse_casts(graph: fx.Graph) -> int:
@@ -288,7 +134,7 @@ def _set(node: fx.Node, leaves: list[fx.Node], program: str) -> None:
 def _read_by_casts_alone(graph: fx.Graph, inputs: dict[fx.Node, fx.Node]) -> set[fx.Node]:
     """Nodes whose every reader is a cast's input or such a node itself."""
     owned: set[fx.Node] = set()
-    movable = (*_POINTWISE, *_VIEWS, aten.cat.default)
+    movable = (*POINTWISE, *_VIEWS, aten.cat.default)
     for node in reversed(graph.nodes):
         if node.op != "call_function" or node.target not in movable or not node.users or STANDS in node.meta:
             continue
@@ -299,10 +145,41 @@ def _read_by_casts_alone(graph: fx.Graph, inputs: dict[fx.Node, fx.Node]) -> set
 
 def _is_float(node: fx.Node) -> bool:
     value = node.meta.get("val")
-    return isinstance(value, Tensor) and value.dtype in _LEAF_DTYPES
+    return isinstance(value, Tensor) and value.dtype in LEAF_DTYPES
+
+
+@dataclass
+class _Found:
+    """What a cast may compute: a program and its leaves."""
+
+    program: Program
+    leaves: list[fx.Node]
+    #: How leaves that lie over the whole shape are viewed as the cast's rows; None where they are.
+    rows: fx.Node | None = None
 
 
 def _fuse(cast: fx.Node, x: fx.Node, owned: set[fx.Node]) -> bool:
+    """Move into a cast what makes ``x``: what only casts read, and what moves less computed once more than read."""
+    found = _expressed(cast, x, owned)
+    roots = [x] if found is None else _over_all(found)
+    again = _expressed(cast, x, owned | _inlined(cast, roots))
+    if again is not None and _bytes(cast, _over_all(again)) < _bytes(cast, roots):
+        found = again
+    if found is None:
+        return False
+    leaves: list[fx.Node] = []
+    for leaf, kind in zip(found.leaves, found.program.leaves, strict=True):
+        viewed = leaf
+        if found.rows is not None and kind == "mn":
+            with cast.graph.inserting_before(cast):
+                viewed = cast.graph.call_function(aten.reshape.default, (leaf, found.rows.args[1]))
+            viewed.meta["val"] = leaf.meta["val"].reshape(found.rows.meta["val"].shape)
+        leaves.append(viewed)
+    _set(cast, leaves, str(found.program))
+    return True
+
+
+def _expressed(cast: fx.Node, x: fx.Node, owned: set[fx.Node]) -> _Found | None:
     top = x
     # A layer flattens the leading axes of its input, which does not change what a row is.
     while top.target in _VIEWS and top in owned:
@@ -310,53 +187,87 @@ def _fuse(cast: fx.Node, x: fx.Node, owned: set[fx.Node]) -> bool:
         if not isinstance(source, fx.Node) or not _same_rows(top, source):
             break
         top = source
-    if top.target in _VIEWS and top in owned and _fuse_flat(cast, x, owned):
-        return True
+    if top.target in _VIEWS and top in owned and (flat := _expressed_flat(x, owned)) is not None:
+        return flat
     parts = _parts(top, owned, _blocked(cast))
-    shape = parts[0].meta["val"].shape
-    builder = _Builder(shape, owned)
+    builder = Builder(parts[0].meta["val"].shape, owned)
     try:
         results = [builder.value(part) for part in parts]
         if any(isinstance(result, float) for result in results) or "mn" not in builder.kinds:
-            return False
-        program = builder.program(results)
-    except _UnsupportedError:
-        return False
-    if builder.leaves == [x]:
-        return False
-    _set(cast, builder.leaves, str(program))
-    return True
+            return None
+        found = builder.program(results)
+    except UnsupportedError:
+        return None
+    return None if builder.leaves == [x] else _Found(found, builder.leaves)
 
 
-def _fuse_flat(cast: fx.Node, x: fx.Node, owned: set[fx.Node]) -> bool:
-    """Fuse past views that make other rows of the same elements, where each leaf has an element for each of them."""
+def _expressed_flat(x: fx.Node, owned: set[fx.Node]) -> _Found | None:
+    """Look past views that make other rows of the same elements, where each leaf has an element for each of them."""
     below = x
     while below.target in _VIEWS and below in owned:
         if not isinstance(below.args[0], fx.Node):
-            return False
+            return None
         below = below.args[0]
     if not isinstance(below.meta.get("val"), Tensor):
-        return False
-    builder = _Builder(below.meta["val"].shape, owned, flat=True)
+        return None
+    builder = Builder(below.meta["val"].shape, owned, flat=True)
     try:
         result = builder.value(below)
         if isinstance(result, float) or "mn" not in builder.kinds:
-            return False
-        program = builder.program([result])
-    except _UnsupportedError:
-        return False
-    if not program.instructions:
-        return False
-    leaves: list[fx.Node] = []
-    for leaf, kind in zip(builder.leaves, builder.kinds, strict=True):
-        viewed = leaf
-        if kind == "mn":
-            with cast.graph.inserting_before(cast):
-                viewed = cast.graph.call_function(aten.reshape.default, (leaf, x.args[1]))
-            viewed.meta["val"] = leaf.meta["val"].reshape(x.meta["val"].shape)
-        leaves.append(viewed)
-    _set(cast, leaves, str(program))
-    return True
+            return None
+        found = builder.program([result])
+    except UnsupportedError:
+        return None
+    return _Found(found, builder.leaves, rows=x) if found.instructions else None
+
+
+def _over_all(found: _Found) -> list[fx.Node]:
+    """Leaves with an element for each of the result; the others count nothing."""
+    return [leaf for leaf, kind in zip(found.leaves, found.program.leaves, strict=True) if kind == "mn"]
+
+
+def _inlined(cast: fx.Node, roots: Sequence[fx.Node]) -> set[fx.Node]:
+    """What makes ``roots`` and could be computed once more: back to what lies in memory whoever reads it.
+
+    The roots are among them wherever they lie: one may be larger than what it is made of.
+    """
+    movable = (*POINTWISE, *_VIEWS, aten.cat.default)
+    found: set[fx.Node] = set()
+    left = list(roots)
+    while left:
+        node = left.pop()
+        known = node.op == "call_function" and node.target in movable and STANDS not in node.meta
+        if node not in found and known and _is_float(node) and (node in roots or not _in_memory(node, cast)):
+            found.add(node)
+            left += node.all_input_nodes
+    return found
+
+
+def _in_memory(node: fx.Node, cast: fx.Node) -> bool:
+    """Whether ``node`` is written for another reader than ``cast``: pointwise readers and sums compute it anew."""
+    if node.op != "call_function" or node.target not in (*POINTWISE, *_VIEWS, aten.cat.default):
+        return True
+    for user in node.users:
+        if user.target in _VIEWS or user.target is aten.cat.default:
+            if _in_memory(user, cast):
+                return True
+        elif user is not cast and user.target not in POINTWISE and user.target not in _REDUCTIONS:
+            return True
+    return False
+
+
+def _bytes(cast: fx.Node, leaves: Sequence[fx.Node]) -> int:
+    """Bytes that ``cast`` moves for each element of a leaf: read in every pass, and written where only it has it so."""
+    sizes = [(leaf.meta["val"].element_size(), _in_memory(leaf, cast)) for leaf in leaves]
+    return sum(size * (_passes(cast) + (not there)) for size, there in sizes)
+
+
+def _passes(cast: fx.Node) -> int:
+    """How often a cast reads its leaves: twice where a scale, or a magnitude to clip at, must be found first."""
+    if _operator(cast) is not torch.ops.narrowgate.cast_fp8.default:
+        return 1
+    texts = [a for a in (*cast.args, *cast.kwargs.values()) if isinstance(a, str) and a.startswith("fp8")]
+    return 1 if all("x128" in text and "clip" not in text for text in texts) else 2
 
 
 def _parts(top: fx.Node, owned: set[fx.Node], blocked: bool) -> list[fx.Node]:
@@ -367,7 +278,7 @@ def _parts(top: fx.Node, owned: set[fx.Node], blocked: bool) -> list[fx.Node]:
     dim = top.args[1] if len(top.args) > 1 else 0
     shapes = [t.meta["val"].shape for t in tensors]
     last = dim in (-1, len(shapes[0]) - 1)
-    alike = all(_equal(shape, shapes[0]) for shape in shapes)
+    alike = all(same_sizes(shape, shapes[0]) for shape in shapes)
     # A block must not reach over two parts.
     alike = alike and not (blocked and not statically_known_true(shapes[0][-1] % 128 == 0))
     return tensors if last and alike and len(set(tensors)) == len(tensors) else [top]
@@ -386,10 +297,6 @@ def _same_rows(view: fx.Node, source: fx.Node) -> bool:
     return len(old) > 0 and len(new) > 0 and statically_known_true(operator.eq(old[-1], new[-1]))
 
 
-def _equal(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    return len(a) == len(b) and all(statically_known_true(x == y) for x, y in zip(a, b, strict=True))
-
-
 class CastFusion(CustomGraphPass):
     """:func:`fuse_casts` as Inductor takes it, after a pass that was set before."""
 
@@ -404,10 +311,9 @@ class CastFusion(CustomGraphPass):
 
     def uuid(self) -> Any:
         """Key of Inductor's cache: what this pass does is decided by its sources."""
-        from .kernels import program
-
         earlier = self.before.uuid() if isinstance(self.before, CustomGraphPass) else None
-        return (get_hash_for_files((__file__, program.__file__)), earlier)
+        sources = (__file__, fusion_builder.__file__, program.__file__)
+        return (get_hash_for_files(sources), earlier)
 
 
 @cache

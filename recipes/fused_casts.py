@@ -53,6 +53,7 @@ def plan_casts(
     device: Device,
     rows: Mapping[str, int] | int | None = None,
     rates: Rates | None = None,
+    instead_of_meta: str | None = None,
 ) -> tuple[CastPlan, ...]:
     """Trace one training step of a copy of ``model`` and return its casts, in the order of the layers.
 
@@ -63,6 +64,7 @@ def plan_casts(
         device: what the step is planned for. Casts of products that it cannot multiply natively have kernels too.
         rows: as for :func:`narrowgate.recipes.apply_recipe`: what ``when: profitable`` is decided by.
         rates: likewise.
+        instead_of_meta: device on which a model of meta tensors is traced; its memory is asked for and never written.
 
     Raises:
         RecipeError: as for :func:`narrowgate.recipes.apply_recipe`.
@@ -73,6 +75,8 @@ def plan_casts(
     from torch._inductor.decomposition import select_decomp_table
 
     traced = copy.deepcopy(unwrap(model)).train()
+    if instead_of_meta is not None and any(parameter.is_meta for parameter in traced.parameters()):
+        traced.to_empty(device=instead_of_meta)
     apply_recipe(traced, recipe, backend="native", device=device, rows=rows, rates=rates)
     names: dict[str, str] = {}
     shapes: dict[str, tuple[int, ...]] = {}

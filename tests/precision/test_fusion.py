@@ -176,6 +176,49 @@ def test_what_an_unquantized_consumer_reads_too_stays_in_memory():
     near(before, after)
 
 
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+def test_a_norm_in_fp32_of_a_bf16_tensor_is_read_as_bf16(norm):
+    """The statistics read an FP32 copy too; nobody writes it for the cast."""
+
+    def normalized(x, weight):
+        y = F.rms_norm(x.float(), (N,), weight, 1e-6) if norm == "rms" else F.layer_norm(x.float(), (N,), weight)
+        return cast(y)
+
+    found, before, after = fused(normalized, bf16(M, N), torch.randn(N))
+    ((program, leaves),) = found
+    assert [leaf for leaf, kind in zip(leaves, program.leaves, strict=True) if kind == "mn"] == ["x_1"]
+    near(before, after)
+
+
+def test_what_a_bf16_product_reads_rounded_is_computed_once_more_rather_than_written_in_fp32():
+    def two_consumers(g, u):
+        a = F.silu(g.float()) * u.float()
+        return (*cast(a), a.bfloat16() @ a.bfloat16().t())
+
+    found, before, after = fused(two_consumers, bf16(M, N), bf16(M, N, seed=1))
+    ((program, leaves),) = found
+    assert leaves == ["g_1", "u_1"]
+    assert program.instructions
+    near(before, after)
+
+
+def test_what_lies_in_memory_anyway_is_read_unless_it_is_made_of_less():
+    def kept(g, u):
+        a = g.float() * u.float()
+        return (*cast(a), a @ a.t())
+
+    found, before, after = fused(kept, bf16(M, N), bf16(M, N, seed=1))
+    assert not found[0][0].instructions
+
+    def converted(g):
+        a = g.float() * 2.0
+        return (*cast(a), a @ a.t())
+
+    found, before, after = fused(converted, bf16(M, N))
+    assert found[0][1] == ["g_1"], "half the bytes"
+    near(before, after)
+
+
 def test_bias_of_the_layer_before_and_a_dropout_mask_move_too():
     def masked(x, bias, mask):
         return cast(torch.where(mask, F.relu(x + bias) * 1.25, 0.0))
