@@ -225,7 +225,7 @@ class SavedForward:
             torch.ops.narrowgate.keep_saved(self.text)
             with torch.fx.traceback.annotate({ANNOTATION: self.text}):
                 return self._run(*args, **kwargs)
-        if not torch.is_grad_enabled() or _hooks_set() or torch._C._current_graph_task_id() != -1:
+        if not torch.is_grad_enabled() or _hooks_here() is not None or torch._C._current_graph_task_id() != -1:
             return self._run(*args, **kwargs)
         hooks = _hooks(self.spec)
         with saved_tensors_hooks(hooks.pack, hooks.unpack):
@@ -237,8 +237,16 @@ class SavedForward:
         return type(self.module).forward(self.module, *args, **kwargs)
 
 
-def _hooks_set() -> bool:
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+def _hooks_here() -> Any:
+    """The hooks (pack, unpack) by which autograd saves now; None where there are none."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
+
+
+def within() -> Spec | None:
+    """The format in which a model that is running eagerly saves; None outside of one."""
+    hooks = _hooks_here()
+    owner = None if hooks is None else getattr(hooks[0], "__self__", None)
+    return owner.spec if isinstance(owner, _Hooks) else None
 
 
 def keep_saved(model: nn.Module, spec: Spec | str) -> None:

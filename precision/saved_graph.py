@@ -21,6 +21,7 @@ rounded. What backward runs again all the same, as a checkpointed region, it doe
 from __future__ import annotations
 
 import operator
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -37,7 +38,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from . import saved_marks
 from .fusion import STANDS
-from .saved import ANNOTATION, DTYPES, decode_saved, encode_saved
+from .saved import ANNOTATION, DTYPES, decode_saved, encode_saved, within
 from .saved_formats import pays, saved_bytes
 from .spec import Spec
 
@@ -71,6 +72,13 @@ def quantize_saved(joint: fx.GraphModule, cut: Callable[[int], _Pair], outputs: 
     annotated = any(_spec_text(node) for node in joint.graph.nodes)
     _take_marks(joint.graph)
     if not annotated:
+        told = within()
+        if told is not None:
+            warnings.warn(
+                f"activations.save: a function is compiled by itself within a model that saves as {told}, and saves "
+                "as if nothing were said: expected the model, or a module of it, to be compiled",
+                stacklevel=2,
+            )
         return cut(outputs)
     # Layers that read one tensor make its codes once. The partitioner finds that too, but not of a graph's outputs.
     joint.graph = fx_graph_cse(joint.graph)
@@ -223,7 +231,7 @@ def _owner(node: fx.Node) -> fx.Node:
 def _is_statistic(node: fx.Node) -> bool:
     """Whether a node, or what it looks at, is a further output of an operation."""
     source = _owner(node)
-    return source.target is operator.getitem and source.args[1] != 0
+    return source.target is operator.getitem and bool(source.args[1])
 
 
 def _is_exponent(read: fx.Node) -> bool:

@@ -307,7 +307,7 @@ def test_copies_pickles_and_states_are_the_models_own(batch):
 def test_release_leaves_nothing_behind(packed, batch):
     model = Gate()
     other = model.norm.forward
-    model.norm.forward = lambda x: other(x) * 2
+    model.norm.forward = lambda input: other(input) * 2
     own = model.norm.forward
     exact = run(model, *batch)
     keep_saved(model, ROW)

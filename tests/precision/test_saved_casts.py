@@ -61,7 +61,7 @@ def traced(text: str | None) -> tuple[fx.Graph, fx.Graph]:
             values.clear()
             return [torch.empty_strided(m.shape, m.stride(), dtype=m.dtype) if m is not None else None for m in metas]
 
-        run._boxed_call = True
+        run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
     partitioner = saved_graph.SavedPartitioner()

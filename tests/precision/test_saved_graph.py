@@ -279,6 +279,22 @@ def test_a_block_compiled_on_its_own_saves_in_the_format_too(replaced):
     assert not any(name.startswith("primals") for name in names)
 
 
+def test_a_function_compiled_within_an_eager_model_is_warned_about():
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(D, D)
+            self.gate = torch.compile(lambda x: F.silu(x) * x.tanh(), fullgraph=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.gate(self.layer(x))
+
+    model = Outer()
+    keep_saved(model, ROW)
+    with pytest.warns(UserWarning, match=r"compiled by itself within a model that saves as fp8_e4m3/row\+pow2"):
+        train(model, loss, batch())
+
+
 def test_a_batch_of_another_size_needs_no_other_graph(replaced):
     model = blocks()
     keep_saved(model, ROW)
