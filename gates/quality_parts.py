@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ..recipes.recipe import Recipe
     from .pairs import Pair
 
-#: Groups of layers at most; names are shortened until they are so few.
+#: Groups of layers at most.
 MOST_GROUPS = 8
 
 
@@ -66,17 +66,32 @@ def parts_of(plan: Plan) -> list[Part]:
 
 
 def layer_groups(names: Sequence[str]) -> dict[str, list[str]]:
-    """Group names by as many of their first components as leave at most :data:`MOST_GROUPS` groups."""
+    """Group layers by as many first components of their names as leave 2 to :data:`MOST_GROUPS` groups.
+
+    Where no number of components does (a long list of blocks, many towers), groups are runs of neighbours instead.
+
+    Args:
+        names: layers, in registration order.
+    """
     deepest = max((name.count(".") + 1 for name in names), default=0)
     chosen: dict[str, list[str]] = {}
     for depth in range(1, deepest + 1):
         groups: dict[str, list[str]] = {}
         for name in names:
             groups.setdefault(".".join(name.split(".")[:depth]), []).append(name)
-        if chosen and len(groups) > MOST_GROUPS:
+        if len(chosen) > 1 and len(groups) > MOST_GROUPS:
             break
         chosen = groups
-    return chosen
+        if len(groups) > MOST_GROUPS:
+            break
+    keys = list(chosen)
+    runs = min(MOST_GROUPS, len(keys))
+    found: dict[str, list[str]] = {}
+    for i in range(runs):
+        own = keys[i * len(keys) // runs : (i + 1) * len(keys) // runs]
+        name = own[0] if len(own) == 1 else f"{own[0]} to {own[-1]}"
+        found[name] = [layer for key in own for layer in chosen[key]]
+    return found
 
 
 def part_quality(part: Part, only: Sequence[Pair], without: Sequence[Pair]) -> PartQuality:

@@ -12,7 +12,6 @@ lead to the same candidates, so a search that was interrupted goes on by finding
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -23,7 +22,7 @@ from ..recipes.recipe import Recipe
 from ..recipes.search import DENSE, LOW, WGRAD, Setting, Start, total_worth
 from .measurements import PartEffect, Record
 from .policy import Policy
-from .quality_parts import MOST_GROUPS, layer_groups
+from .quality_parts import layer_groups
 from .report import Report
 
 #: The first seed of screens; a gate's seeds end before it.
@@ -198,7 +197,7 @@ class _Search:
     def screen_all(self, starts: Sequence[Start]) -> None:
         """Screen every start as it is, then descend from those that lose too much, the one worth most first."""
         ordered = sorted(starts, key=lambda start: -start.worth)
-        lines = [_Line(start, Descent(start.units(unit_groups(start.lowered)))) for start in ordered]
+        lines = [_Line(start, Descent(start.units(layer_groups(start.lowered)))) for start in ordered]
         firsts, others = lines[: self.left], lines[self.left :]
         for line in others:
             self.found.skipped[line.start.base.name] = f"the budget of {self.limits.candidates} candidates has no room"
@@ -318,28 +317,3 @@ def _ratio(start: Start, gain_us: float) -> float | None:
     """Return the predicted speedup of the linear layers of a candidate that gains so much; None without times."""
     totals = start.plan.totals() if start.by == "time" else None
     return None if totals is None else totals.bf16_us / (totals.bf16_us - gain_us)
-
-
-def unit_groups(names: Sequence[str]) -> dict[str, list[str]]:
-    """Group layers as the gate's attribution does; where that makes one group or too many, cut blocks into runs.
-
-    Args:
-        names: layers, in registration order.
-    """
-    groups = layer_groups(names)
-    if 1 < len(groups) <= MOST_GROUPS or len(names) < 2:
-        return groups
-    depth = 1
-    while len(groups) < 2:  # one list of more blocks than that takes
-        groups = defaultdict(list)
-        for name in names:
-            groups[".".join(name.split(".")[:depth])].append(name)
-        depth += 1
-    keys = list(groups)
-    runs = min(MOST_GROUPS, len(keys))
-    found: dict[str, list[str]] = {}
-    for i in range(runs):
-        own = keys[i * len(keys) // runs : (i + 1) * len(keys) // runs]
-        name = own[0] if len(own) == 1 else f"{own[0]} to {own[-1]}"
-        found[name] = [layer for key in own for layer in groups[key]]
-    return found

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from narrowgate.gates.decision import decide
 from narrowgate.gates.measurements import PartEffect, PartQuality
 from narrowgate.gates.policy import BUILTIN_POLICIES
@@ -19,9 +20,24 @@ STANDARD = BUILTIN_POLICIES["standard"]
 def test_layers_are_grouped_by_as_many_components_as_stay_few() -> None:
     names = [f"layers.{i}.{block}.{k}" for i in range(2) for block in ("mlp", "attention") for k in range(3)]
     assert list(layer_groups(names)) == [f"layers.{i}.{block}" for i in range(2) for block in ("mlp", "attention")]
-    assert list(layer_groups([f"l{i}" for i in range(20)])) == [f"l{i}" for i in range(20)]
-    deep = [f"tower.{i}" for i in range(MOST_GROUPS + 1)]
-    assert layer_groups(deep) == {"tower": deep}
+    many = [f"l{i}" for i in range(20)]
+    groups = layer_groups(many)
+    assert len(groups) == MOST_GROUPS
+    assert [name for group in groups.values() for name in group] == many
+    assert next(iter(groups)) == "l0 to l1"
+
+
+@pytest.mark.parametrize("towers", [1, 2, 9])
+@pytest.mark.parametrize("blocks", [1, 2, 8, 9, 100])
+def test_many_layers_are_always_a_few_groups_of_neighbours(towers: int, blocks: int) -> None:
+    names = [f"tower{t}.blocks.{i}.{part}" for t in range(towers) for i in range(blocks) for part in ("up", "down")]
+    groups = layer_groups(names)
+    assert 2 <= len(groups) <= MOST_GROUPS
+    assert sorted(name for group in groups.values() for name in group) == sorted(names)
+
+
+def test_one_layer_or_none_is_what_it_is() -> None:
+    assert layer_groups(["a.b"]) == {"a.b": ["a.b"]}
     assert layer_groups([]) == {}
 
 

@@ -13,7 +13,7 @@ from narrowgate.gates.decision import decide_family
 from narrowgate.gates.measurements import Measurements, PartEffect, StepTime
 from narrowgate.gates.policy import BUILTIN_POLICIES
 from narrowgate.gates.report import RecipeFacts, Report, decided
-from narrowgate.gates.search import Found, Limits, Screened, search, unit_groups
+from narrowgate.gates.search import Found, Limits, Screened, search
 from narrowgate.gates.search_report import Facts, search_dict, search_text, write_search
 from narrowgate.gates.search_store import Member, SearchStore, as_family
 from narrowgate.precision.capability import NAMED_DEVICES
@@ -284,19 +284,6 @@ def test_losses_are_told_in_margins_and_what_breaks_is_far_past_them() -> None:
     broken = PartEffect(seeds=2, ne_increase=(MARGIN,), auc_loss=(0.0,))
     assert min(Screened(seeds=2, effects={"t": broken}).losses(STANDARD).values()) > 5
     assert Screened(seeds=2, effects={"t": effect}, fault="spiked").losses(STANDARD)["stability"] > 5
-
-
-def test_a_long_list_of_blocks_is_cut_into_runs() -> None:
-    names = [f"blocks.{i}.{part}" for i in range(12) for part in ("up", "down")]
-    groups = unit_groups(names)
-    assert len(groups) == 8
-    assert [name for own in groups.values() for name in own] == names
-    assert groups["blocks.1 to blocks.2"] == ["blocks.1.up", "blocks.1.down", "blocks.2.up", "blocks.2.down"]
-    towers = [f"tower{i}.{part}" for i in range(20) for part in ("up", "down")]
-    assert len(unit_groups(towers)) == 8
-    assert [name for own in unit_groups(towers).values() for name in own] == towers
-    assert unit_groups(["a.x", "b.x"]) == {"a.x": ["a.x"], "b.x": ["b.x"]}
-    assert unit_groups(["a"]) == {"a": ["a"]}
 
 
 def test_found_without_reports_is_inconclusive() -> None:
