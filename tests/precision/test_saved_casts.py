@@ -110,5 +110,7 @@ def test_backward_casts_read_what_was_dequantized_once_in_bf16():
     torch._dynamo.reset()
     _, kept = traced("fp8_e4m3/row")
     assert [str(program) for program, _ in casts(plain)] == [str(program) for program, _ in casts(kept)]
-    gates = [dtypes for program, dtypes in casts(kept) if any(step.op == "sigmoid" for step in program.instructions)]
-    assert gates == [[torch.bfloat16] * 3] * 2
+    # The gate's gradient reads the gradient and both halves, the up projection's the gradient and one.
+    gates = [dtypes for _, dtypes in casts(kept) if len(dtypes) in (2, 3)]
+    assert sorted(map(len, gates)) == [2, 2, 3, 3]
+    assert all(dtype is torch.bfloat16 for dtypes in gates for dtype in dtypes)
