@@ -44,13 +44,7 @@ from .quantization import QuantizedTensor, quantize
 from .saved_formats import pays, unsupported_save
 from .spec import Spec, as_spec
 
-__all__ = [
-    "decode_saved",
-    "encode_saved",
-    "is_activation",
-    "keep_saved",
-    "release_saved",
-]
+__all__ = ["decode_saved", "encode_saved", "is_activation", "keep_saved", "release_saved", "within"]
 
 #: Key of the annotation under which a compiler's nodes know the format; see :class:`SavedForward`.
 ANNOTATION = "narrowgate_saved"

@@ -51,8 +51,6 @@ _OPERAND = "narrowgate_operand"
 _CASTS = (prims.convert_element_type.default, aten._unsafe_view.default, aten.clone.default)
 #: On the way to an exponential an error stays what it is.
 _SHIFTS = (aten.sub.Tensor, aten.add.Tensor)
-
-
 #: Forward and backward.
 _Pair = tuple[fx.GraphModule, fx.GraphModule]
 
@@ -107,7 +105,6 @@ class _Inputs:
         (output,) = joint.find_nodes(op="output")
         grads = pytree.arg_tree_leaves(*output.args)[outputs:]
         fixed = set(static)
-        self.names = [node.name for node in primals]
         self.trained = {node.name for node, grad in zip(primals, grads, strict=False) if grad is not None}
         self.parameters = {node.name for position, node in enumerate(primals) if position in fixed}
 
