@@ -24,16 +24,14 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.immutable_collections import immutable_list
 
-from . import fusion_builder
+from . import fusion_builder, fusion_scales
 from .fusion_builder import LEAF_DTYPES, POINTWISE, Builder, UnsupportedError, same_sizes
+from .fusion_scales import REDUCTIONS, VIEWS, move_scales
 from .kernels import program
 from .kernels.program import IDENTITY, Program
 
 aten = torch.ops.aten
 
-_VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
-#: What Inductor computes together with the pointwise operations before it.
-_REDUCTIONS = (aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim, aten.amax.default)
 
 #: In the ``meta`` of a node that stays out of casts: what it reads no program could, and it is smaller in memory.
 STANDS = "narrowgate_stands"
@@ -46,13 +44,14 @@ def fuse_casts(graph: fx.Graph) -> int:
         graph: a decomposed graph with fake tensors in ``meta["val"]``, as Inductor's post-grad passes see it.
     """
     casts = list(casts_of(graph))
-    if not casts:
+    scales = move_scales(graph, set(casts))
+    if not casts and not scales:
         return 0
     inputs = {node: source_of(node) for node in casts}
     owned = _read_by_casts_alone(graph, inputs)
     fused = sum(_fuse(node, x, owned) for node, x in inputs.items())
     dropped = sum(_drop(node) for node in casts)
-    if fused or dropped:
+    if fused or dropped or scales:
         graph.eliminate_dead_code()
     return fused
 
@@ -134,7 +133,7 @@ def _set(node: fx.Node, leaves: list[fx.Node], program: str) -> None:
 def _read_by_casts_alone(graph: fx.Graph, inputs: dict[fx.Node, fx.Node]) -> set[fx.Node]:
     """Nodes whose every reader is a cast's input or such a node itself."""
     owned: set[fx.Node] = set()
-    movable = (*POINTWISE, *_VIEWS, aten.cat.default)
+    movable = (*POINTWISE, *VIEWS, aten.cat.default)
     for node in reversed(graph.nodes):
         if node.op != "call_function" or node.target not in movable or not node.users or STANDS in node.meta:
             continue
@@ -182,12 +181,12 @@ def _fuse(cast: fx.Node, x: fx.Node, owned: set[fx.Node]) -> bool:
 def _expressed(cast: fx.Node, x: fx.Node, owned: set[fx.Node]) -> _Found | None:
     top = x
     # A layer flattens the leading axes of its input, which does not change what a row is.
-    while top.target in _VIEWS and top in owned:
+    while top.target in VIEWS and top in owned:
         source = top.args[0]
         if not isinstance(source, fx.Node) or not _same_rows(top, source):
             break
         top = source
-    if top.target in _VIEWS and top in owned and (flat := _expressed_flat(x, owned)) is not None:
+    if top.target in VIEWS and top in owned and (flat := _expressed_flat(x, owned)) is not None:
         return flat
     parts = _parts(top, owned, _blocked(cast))
     builder = Builder(parts[0].meta["val"].shape, owned)
@@ -204,7 +203,7 @@ def _expressed(cast: fx.Node, x: fx.Node, owned: set[fx.Node]) -> _Found | None:
 def _expressed_flat(x: fx.Node, owned: set[fx.Node]) -> _Found | None:
     """Look past views that make other rows of the same elements, where each leaf has an element for each of them."""
     below = x
-    while below.target in _VIEWS and below in owned:
+    while below.target in VIEWS and below in owned:
         if not isinstance(below.args[0], fx.Node):
             return None
         below = below.args[0]
@@ -231,7 +230,7 @@ def _inlined(cast: fx.Node, roots: Sequence[fx.Node]) -> set[fx.Node]:
 
     The roots are among them wherever they lie: one may be larger than what it is made of.
     """
-    movable = (*POINTWISE, *_VIEWS, aten.cat.default)
+    movable = (*POINTWISE, *VIEWS, aten.cat.default)
     found: set[fx.Node] = set()
     left = list(roots)
     while left:
@@ -245,13 +244,13 @@ def _inlined(cast: fx.Node, roots: Sequence[fx.Node]) -> set[fx.Node]:
 
 def _in_memory(node: fx.Node, cast: fx.Node) -> bool:
     """Whether ``node`` is written for another reader than ``cast``: pointwise readers and sums compute it anew."""
-    if node.op != "call_function" or node.target not in (*POINTWISE, *_VIEWS, aten.cat.default):
+    if node.op != "call_function" or node.target not in (*POINTWISE, *VIEWS, aten.cat.default):
         return True
     for user in node.users:
-        if user.target in _VIEWS or user.target is aten.cat.default:
+        if user.target in VIEWS or user.target is aten.cat.default:
             if _in_memory(user, cast):
                 return True
-        elif user is not cast and user.target not in POINTWISE and user.target not in _REDUCTIONS:
+        elif user is not cast and user.target not in POINTWISE and user.target not in REDUCTIONS:
             return True
     return False
 
@@ -312,7 +311,7 @@ class CastFusion(CustomGraphPass):
     def uuid(self) -> Any:
         """Key of Inductor's cache: what this pass does is decided by its sources."""
         earlier = self.before.uuid() if isinstance(self.before, CustomGraphPass) else None
-        sources = (__file__, fusion_builder.__file__, program.__file__)
+        sources = (__file__, fusion_builder.__file__, fusion_scales.__file__, program.__file__)
         return (get_hash_for_files(sources), earlier)
 
 
