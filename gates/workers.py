@@ -10,6 +10,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -156,11 +157,25 @@ def _uninterruptible() -> Iterator[None]:
         return
     # It starts with the first child, and then lets SIGINT through again.
     resource_tracker.ensure_running()
+    usual, caught = signal.getsignal(signal.SIGINT), False
+
+    def catch(*_: object) -> None:
+        nonlocal caught
+        caught = True
+
+    # What this thread holds back another one takes, and has the main one handle it all the same.
+    replaced = usual is not None and threading.current_thread() is threading.main_thread()
+    if replaced:
+        signal.signal(signal.SIGINT, catch)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if replaced:
+            signal.signal(signal.SIGINT, usual)
+            if caught:
+                signal.raise_signal(signal.SIGINT)
 
 
 def _work(pipe: Connection, job: Job) -> None:

@@ -6,22 +6,32 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 from narrowgate.gates import workers
 
 
 @pytest.mark.skipif(not hasattr(signal, "pthread_sigmask"), reason="signals cannot be held back here")
-def test_an_interrupt_while_workers_start_comes_after_and_is_not_lost() -> None:
-    reached = []
+@pytest.mark.parametrize("others", [0, 3], ids=["one thread", "threads that do not hold it back"])
+def test_an_interrupt_while_workers_start_comes_after_and_is_not_lost(others: int) -> None:
+    reached, over = [], threading.Event()
 
     def start() -> None:
         with workers._uninterruptible():
             os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.05)  # for whichever thread takes it
             reached.append(True)
 
-    with pytest.raises(KeyboardInterrupt):
-        start()
+    threads = [threading.Thread(target=over.wait, daemon=True) for _ in range(others)]
+    for thread in threads:
+        thread.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            start()
+    finally:
+        over.set()
     assert reached
     with workers._uninterruptible():
         assert signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, set())
