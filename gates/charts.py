@@ -6,6 +6,7 @@ left to the page's style sheet, which the SVG of plotting libraries cannot do, a
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,13 @@ from dataclasses import dataclass, field
 #: Units of a chart's SVG; about pixels where the page is wide.
 WIDTH = 480
 _RIGHT, _TOP, _BOTTOM = 14, 10, 40
+#: The largest size of a chart's text in the style sheet, which is that of narrow screens.
+_TEXT = 14
+#: Advances in shares of that size, those of DejaVu Sans rounded up: no other usual sans-serif is wider.
+_ADVANCES = (("mM%@W…", 1.0), ("+=<>w", 0.84), (" .,:;|ijlftrI!'()[]-/", 0.42))
+_ADVANCE, _CAPITAL = 0.64, 0.8
+#: Room between the labels of two ticks.
+_GAP = 6
 
 
 @dataclass(frozen=True)
@@ -21,6 +29,12 @@ class Tick:
 
     at: float
     label: str
+
+    @property
+    def written_at(self) -> float:
+        """The middle of the label under a horizontal axis: moved inwards where the label would leave the chart."""
+        half = text_width(self.label) / 2
+        return round(min(max(self.at, half), WIDTH - half), 2)
 
 
 @dataclass(frozen=True)
@@ -50,6 +64,13 @@ class Axis:
             low, high, at = math.log(low), math.log(high), math.log(max(value, low))
         share = min(max((at - low) / (high - low), 0.0), 1.0)
         return round(self.start + share * (self.end - self.start), 2)
+
+    def apart(self, most: int, unit: str = "") -> tuple[Tick, ...]:
+        """Return about ``most`` ticks of a horizontal axis, fewer where their labels would touch."""
+        return next(
+            (ticks for count in range(most, 1, -1) if _do_not_touch(ticks := self.ticks(count, unit))),
+            self.ticks(2, unit)[:1],
+        )
 
     def ticks(self, count: int = 5, unit: str = "") -> tuple[Tick, ...]:
         """Return about ``count`` ticks at round values."""
@@ -118,6 +139,30 @@ class Chart:
         return frame(self.height, self.left)
 
 
+def text_width(text: str) -> float:
+    """Return the most room that ``text`` takes in a chart, in the chart's units, whatever font the reader has."""
+    return _TEXT * math.fsum(_advance(char) for char in text)
+
+
+def _advance(char: str) -> float:
+    usual = _CAPITAL if char.isupper() else _ADVANCE
+    return next((share for chars, share in _ADVANCES if char in chars), usual)
+
+
+def room_for(labels: Sequence[str], gap: float = 8, least: float = 60) -> float:
+    """Return the width of a column that holds each of ``labels`` and ``gap``."""
+    return math.ceil(max([least, *(text_width(text) + gap for text in labels)]))
+
+
+def shortened(text: str, room: float) -> str:
+    """Return ``text``, without its beginning where it is wider than ``room``: the end of a name tells layers apart."""
+    if text_width(text) <= room:
+        return text
+    while text and text_width(f"…{text}") > room:
+        text = text[1:]
+    return f"…{text}"
+
+
 def frame(height: float, left: float = 60) -> tuple[float, float, float, float]:
     """Return left, top, right and bottom of a chart's plotted area before it is made."""
     return left, _TOP, WIDTH - _RIGHT, height - _BOTTOM
@@ -182,6 +227,11 @@ def histogram(values: Sequence[float], most: int = 20) -> list[tuple[float, floa
     for value in values:
         counts[min(int((value - low) / width), count - 1)] += 1
     return [(low + i * width, low + (i + 1) * width, n) for i, n in enumerate(counts)]
+
+
+def _do_not_touch(ticks: Sequence[Tick]) -> bool:
+    ends = [(t.written_at - text_width(t.label) / 2, t.written_at + text_width(t.label) / 2) for t in ticks]
+    return all(before[1] + _GAP <= after[0] for before, after in itertools.pairwise(ends))
 
 
 def _round_step(step: float) -> float:

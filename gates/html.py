@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import io
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
-from markupsafe import Markup
+from markupsafe import Markup, escape
 from ruamel.yaml import YAML
 
 from .charts import WIDTH
-from .evidence_distributed import distributed_lines
+from .evidence_distributed import ARM_HEAD, arm_rows, distributed_lines
 from .measurements import Operand
 from .plots_modules import module_chart
 from .plots_quality import loss_charts, quality_charts
 from .plots_speed import speed_charts, wall_chart, waterfall
 from .render import gate_row, quality_lines, speed_lines
 from .report import Report
+from .stability import numerics_lines
 
 _HERE = Path(__file__).parent
 _LEVELS = ("kernel", "module", "step", "distributed", "quality")
+#: A cell that says a number, with a unit or without; nothing and "-" stand for a missing one.
+_NUMBER = re.compile(r"-?|[-+]?\d[\d.]*(e[-+]?\d+)?( ?(%|ms|s|x|dB))?")
+#: Where a name of a layer or a fact may go on in the next line.
+_BREAK = re.compile(r"(?<=[A-Za-z_\])])\.|\.(?=[A-Za-z_])|_(?=[^_])|/(?=[A-Za-z])")
+_CODE = re.compile(r"`([^`]+)`")
 
 
 def render_html(report: Report) -> str:
@@ -35,6 +43,12 @@ def render_html(report: Report) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters |= {"breakable": breakable, "marked": marked, "columns_of_numbers": columns_of_numbers}
+    operands, runs = worst_operands(report), [seed.candidate.stability for seed in report.measurements.seeds]
+    # Their table says what these lines would.
+    left_out = numerics_lines(runs) if operands else []
+    steps = max((run.observed_steps for run in runs), default=0)
+    ranks = distributed_lines(report.evidence.distributed)
     speed = [*speed_charts(report), module_chart(report), waterfall(report)]
     charts = [*quality_charts(report), *loss_charts(report), *speed]
     return environment.get_template("report.html.jinja").render(
@@ -42,11 +56,15 @@ def render_html(report: Report) -> str:
         width=WIDTH,
         css=Markup((_HERE / "report.css").read_text(encoding="utf-8")),
         gates=[{**gate_row(gate), "passed": gate.status} for gate in report.gates],
-        quality=[*quality_lines(report), *speed_lines(report), *distributed_lines(report.evidence.distributed)],
+        quality=[line for line in (*quality_lines(report), *speed_lines(report)) if line not in left_out],
         charts=[chart for chart in charts if chart is not None],
         wall=wall_chart(report),
         slices=slice_rows(report),
-        operands=worst_operands(report),
+        operands=operands,
+        counted=f"Counted in {steps} {'step' if steps == 1 else 'steps'} a seed.",
+        ranks=ranks[0] if ranks else None,
+        arm_head=ARM_HEAD,
+        arms=arm_rows(report.evidence.distributed),
         levels=[(name, getattr(report.evidence, name)) for name in _LEVELS],
         results=[
             (name, facts_of(level.results)) for name in _LEVELS if (level := getattr(report.evidence, name)).results
@@ -66,6 +84,26 @@ def render_html(report: Report) -> str:
     )
 
 
+def breakable(text: str) -> Markup:
+    """Return a dotted name that may go on in the next line behind a dot, an underscore or a slash, and nowhere else."""
+    parts = _BREAK.sub(lambda found: f"{found[0]}\0", text.replace(" ", "\N{NO-BREAK SPACE}")).split("\0")
+    return Markup("<wbr>").join(escape(part) for part in parts)
+
+
+def marked(text: str) -> Markup:
+    """Return a text in which what stands between backticks is marked as code."""
+    parts = _CODE.split(text)
+    return Markup("").join(
+        escape(part) if i % 2 == 0 else Markup("<code>{}</code>").format(part) for i, part in enumerate(parts)
+    )
+
+
+def columns_of_numbers(rows: Sequence[Sequence[str]]) -> set[int]:
+    """Return the columns of a table whose every cell is a number or missing; such read best aligned at the right."""
+    columns = enumerate(zip(*rows, strict=True))
+    return {i for i, cells in columns if set(cells) - {"", "-"} and all(_NUMBER.fullmatch(cell) for cell in cells)}
+
+
 def facts_of(data: Any, prefix: str = "") -> list[tuple[str, str]]:
     """Return nested data as (dotted name, text); what is None is left out."""
     if isinstance(data, dict):
@@ -75,7 +113,7 @@ def facts_of(data: Any, prefix: str = "") -> list[tuple[str, str]]:
     if data is None:
         return []
     if isinstance(data, list | tuple):
-        return [(prefix, ", ".join(_text(value) for value in data))]
+        return [(prefix, ", ".join(_text(value) for value in data) or "none")]
     return [(prefix, _text(data))]
 
 

@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 
-from .charts import Axis, Chart, Key, Mark, Table, band, diamond, dot, frame, label, line, rect, segment
+from .charts import Axis, Chart, Key, Mark, Table, band, diamond, dot, frame, label, line, rect, room_for, segment
 from .judgement import Gate
 from .measurements import RowEstimate, SeedRun, SliceQuality
 from .report import Report
@@ -60,7 +60,7 @@ def _differences(report: Report, gate: Gate) -> Chart | None:
     pitch = 17 if len(found) <= _LABELLED_ROWS else max(1.5, 17 * _LABELLED_ROWS / len(found))
     seeds_end = 12 + pitch * len(found)
     height = 10 + seeds_end + 24 * len(intervals) + 8 + 40
-    left, top, right, bottom = frame(height)
+    left, top, right, bottom = frame(height, room_for([f"seed {seed}" for seed, *_ in found]))
     values = [d for *_, d in found] + [0.0, margin] + [v for _, low, mean, high in intervals for v in (low, mean, high)]
     x = Axis.over(values, left, right)
     marks = [
@@ -92,11 +92,12 @@ def _differences(report: Report, gate: Gate) -> Chart | None:
         f" seeds; the gate passes where both upper bounds lie below the margin of {margin:g}{unit}.",
         height=height,
         marks=tuple(marks),
-        x=x.ticks(4, unit),
+        x=x.apart(4, unit),
         y=(),
         table=Table(("", "baseline", "candidate", "difference", "low bound", "high bound"), tuple(rows)),
         keys=(Key("candidate", "one seed"), Key("interval", "mean and bounds"), Key("threshold", "margin")),
         x_label=metric,
+        left=left,
         grid="x",
     )
 
@@ -128,7 +129,7 @@ def _row_estimate(report: Report, gate: Gate) -> RowEstimate | None:
 
 
 def _losses(seeds: int, base: dict[int, list[float]], own: dict[int, list[float]]) -> Chart:
-    left, top, right, bottom = frame(260)
+    _, top, _, bottom = frame(260)
     values = [v for arm in (base, own) for row in arm.values() for v in row]
     steps = sorted({*base, *own})
     # The first steps fall from far above what follows, which would be flat beside them.
@@ -136,7 +137,9 @@ def _losses(seeds: int, base: dict[int, list[float]], own: dict[int, list[float]
     cut = max(values) - min(values) > 2 * (max(later) - min(values))
     shown = [*later, min(values)] if cut else values
     log = min(shown) > 0 and max(shown) > _LOG_RATIO * min(shown)
-    x, y = Axis.over(steps, left, right), Axis.over(shown, bottom, top, log=log)
+    y = Axis.over(shown, bottom, top, log=log)
+    left, _, right, _ = frame(260, room_for([tick.label for tick in y.ticks(5)]))
+    x = Axis.over(steps, left, right)
     marks: list[Mark] = []
     for arm, style in ((base, "baseline"), (own, "candidate")):
         marks.append(band([(s, min(v), max(v)) for s, v in sorted(arm.items())], x, y, style))
@@ -150,7 +153,7 @@ def _losses(seeds: int, base: dict[int, list[float]], own: dict[int, list[float]
         + (f" The first steps, up to {max(values):.5f}, run out of the picture." if cut else ""),
         height=260,
         marks=tuple(marks),
-        x=x.ticks(5),
+        x=x.apart(5),
         y=y.ticks(5),
         table=Table(
             ("step", "baseline mean", "baseline range", "candidate mean", "candidate range"),
@@ -158,13 +161,15 @@ def _losses(seeds: int, base: dict[int, list[float]], own: dict[int, list[float]
         ),
         keys=_ARMS,
         x_label="step" + (" (loss on a logarithmic axis)" if log else ""),
+        left=left,
     )
 
 
 def _loss_difference(seeds: int, paired: dict[int, list[float]]) -> Chart:
-    left, top, right, bottom = frame(260)
-    x = Axis.over(list(paired), left, right)
+    _, top, _, bottom = frame(260)
     y = Axis.over([0.0, *(v for row in paired.values() for v in row)], bottom, top)
+    left, _, right, _ = frame(260, room_for([tick.label for tick in y.ticks(5)]))
+    x = Axis.over(list(paired), left, right)
     ordered = sorted(paired.items())
     return Chart(
         title="Training loss, candidate less baseline",
@@ -176,11 +181,12 @@ def _loss_difference(seeds: int, paired: dict[int, list[float]]) -> Chart:
             segment(left, y(0), right, y(0), "zero", "no difference"),
             line([(s, _mean(v)) for s, v in ordered], x, y, "candidate"),
         ),
-        x=x.ticks(5),
+        x=x.apart(5),
         y=y.ticks(5),
         table=Table(("step", "mean", "range"), tuple((str(s), *_spread(v)) for s, v in ordered)),
         keys=(Key("candidate", "candidate less baseline"),),
         x_label="step",
+        left=left,
     )
 
 

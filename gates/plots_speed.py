@@ -6,12 +6,30 @@ import math
 from collections.abc import Sequence
 
 from . import statistics
-from .charts import Axis, Chart, Key, Mark, Table, diamond, dot, frame, histogram, label, rect, segment
+from .charts import (
+    WIDTH,
+    Axis,
+    Chart,
+    Key,
+    Mark,
+    Table,
+    diamond,
+    dot,
+    frame,
+    histogram,
+    label,
+    rect,
+    room_for,
+    segment,
+    shortened,
+)
 from .report import Report
 
 _ARMS = (Key("baseline", "baseline"), Key("candidate", "candidate"))
 #: A threshold further from the data than this many times the data's own span is named, not drawn.
 _IN_REACH = 4
+#: Room for the names of bars at most.
+_NAMES = 200
 
 
 def speed_charts(report: Report) -> list[Chart]:
@@ -70,7 +88,7 @@ def wall_chart(report: Report) -> Chart | None:
 
 
 def _blocks(report: Report) -> Chart:
-    left, top, right, bottom = frame(260)
+    _, top, _, bottom = frame(260)
     step = report.measurements.deciding_step
     blocks = [
         (i + 1, style, time)
@@ -78,7 +96,9 @@ def _blocks(report: Report) -> Chart:
         for style, times in (("baseline", q.baseline_ms), ("candidate", q.candidate_ms))
         for time in times
     ]
-    x, y = Axis.over([i for i, *_ in blocks], left, right), Axis.over([t for *_, t in blocks], bottom, top)
+    y = Axis.over([t for *_, t in blocks], bottom, top)
+    left, _, right, _ = frame(260, room_for([tick.label for tick in y.ticks(5, " ms")]))
+    x = Axis.over([i for i, *_ in blocks], left, right)
     radius = 3 if len(step.quartets) <= 40 else 2
     results = report.evidence.step.results.get("device_events", {})
     means = {
@@ -94,7 +114,7 @@ def _blocks(report: Report) -> Chart:
         marks=tuple(
             dot(x(i), y(time), style, f"quartet {i}, {style}: {time:.4f} ms", radius) for i, style, time in blocks
         ),
-        x=x.ticks(5),
+        x=x.apart(5),
         y=y.ticks(5, " ms"),
         table=Table(
             ("quartet", "order", "baseline ms", "candidate ms", "speedup"),
@@ -111,7 +131,7 @@ def _blocks(report: Report) -> Chart:
         ),
         keys=_ARMS,
         x_label="quartet",
-        left=72,
+        left=left,
     )
 
 
@@ -143,7 +163,7 @@ def _speedups(report: Report) -> Chart:
         + (f" Out of the picture: {', '.join(far)}." if far else ""),
         height=260,
         marks=tuple(marks),
-        x=x.ticks(5, "x"),
+        x=x.apart(5, "x"),
         y=tuple(t for t in y.ticks(4) if float(t.label).is_integer()),
         table=Table(("from", "to", "quartets"), tuple((f"{a:.4f}x", f"{b:.4f}x", str(n)) for a, b, n in bins)),
         keys=(Key("other", "quartets"), Key("interval", "mean and bounds"), Key("threshold", "asked")),
@@ -160,17 +180,18 @@ def _bars(
     unit: str = " ms",
 ) -> Chart:
     """Return horizontal bars from (name, from, to, style, what it says)."""
-    left, pitch = 112, 24
+    left, pitch = min(room_for([text for text, *_ in rows], gap=10), _NAMES), 24
     height = 10 + pitch * len(rows) + 44
-    _, top, right, bottom = frame(height, left)
-    x = Axis.over([0.0, *(v for _, a, b, *_ in rows for v in (a, b))], left, right - 76)
+    _, top, _, bottom = frame(height, left)
+    right = WIDTH - room_for([says for *_, says in rows])
+    x = Axis.over([0.0, *(v for _, a, b, *_ in rows for v in (a, b))], left, right)
     marks: list[Mark] = [segment(x(0), top, x(0), bottom, "zero")]
     for i, (text, a, b, style, says) in enumerate(rows):
         y = top + pitch * i
         marks.append(rect(x(a), x(b), y + 4, y + 18, style, f"{text}: {says}"))
-        marks.append(label(left - 8, y + 15, text, "end"))
+        marks.append(label(left - 8, y + 15, shortened(text, left - 10), "end"))
         marks.append(label(max(x(a), x(b)) + 6, y + 15, says))
-    ticks = x.ticks(4, unit)
+    ticks = x.apart(4, unit)
     return Chart(title, summary, height, tuple(marks), ticks, (), table, keys, left=left, grid="x")
 
 

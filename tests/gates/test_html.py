@@ -16,7 +16,7 @@ from narrowgate.gates.plots_speed import speed_charts, wall_chart, waterfall
 from narrowgate.gates.report import Report, Reuse, load_report
 
 #: Elements that HTML never closes.
-VOID = {"meta", "link"}
+VOID = {"meta", "link", "wbr"}
 CLASSES = (
     {"class": "gemm fp8", "baseline_ms": 12.0, "candidate_ms": 7.0},
     {"class": "cast", "baseline_ms": 0.0, "candidate_ms": 2.5},
@@ -92,7 +92,7 @@ def test_the_verdict_and_its_reasons_come_first(rejected: Report) -> None:
     body = text[text.index("<body>") :]
     assert body.index("REJECT") < body.index("is worse by") < body.index("Gates") < body.index("<svg")
     for reason in rejected.reasons:
-        assert reason.text.replace("'", "&#39;").replace(">", "&gt;") in body
+        assert reason.text.replace("'", "&#39;").replace(">", "&gt;").replace("`", "") in re.sub("</?code>", "", body)
 
 
 def test_both_colour_schemes_and_narrow_screens_are_styled(accepted: Report) -> None:
@@ -299,7 +299,7 @@ def test_every_result_of_every_level_can_be_read(stored: Path) -> None:
     text = render_html(load_report(stored))
     for name in ("step", "quality"):
         assert f"Results of level {name}" in text
-    assert '<th scope="row">clocks.throttle</th>' in text
+    assert ">clocks.throttle</th>" in text.replace("<wbr>", "")
     assert "Results of level kernel" not in text, "nobody measured it"
 
 
@@ -307,7 +307,7 @@ def test_the_plan_names_every_layer_with_the_line_that_set_it(stored: Path) -> N
     report = load_report(stored)
     text = render_html(report)
     for layer in report.recipe.plan["layers"]:
-        assert f'<th scope="row">{layer["name"]}<small>' in text
+        assert f'<th scope="row" class="name">{layer["name"]}<small>' in text.replace("<wbr>", "")
     assert "&lt;builtin&gt;/gem-fp8.yaml:" in text
 
 

@@ -436,7 +436,7 @@ def test_every_file_shows_modules_and_casting(report: Report) -> None:
     assert "- modules not timed, 10.0 %" in markdown
     page = render_html(report)
     assert "Modules alone" in page
-    assert "<td>3.0000 ms</td>" in page
+    assert '<td class="right">3.0000 ms</td>' in page
     text = terminal_text(report)
     assert "module_time" in text
     assert "the bar is 10 %" in text
