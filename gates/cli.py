@@ -9,7 +9,19 @@ from typing import Annotated, NoReturn, Optional
 import typer
 
 from . import exits
-from .cli_options import Backend, Json, Model, Recipe, Task, benchmark_names, recipe_names, schema_names
+from .cli_options import (
+    Backend,
+    Data,
+    Json,
+    Model,
+    Policy,
+    Quiet,
+    Recipe,
+    Task,
+    benchmark_names,
+    recipe_names,
+    schema_names,
+)
 from .cli_plan import plan
 from .cli_search import search
 
@@ -46,17 +58,9 @@ def gate(
         ),
     ] = None,
     model: Model = None,
-    data: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(
-            help="Its input: synthetic, ml-100k:DIR, ml-1m:DIR, criteo:FILE or table:FILE [default: synthetic]."
-        ),
-    ] = None,
+    data: Data = None,
     task: Task = None,
-    policy: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(help="strict, standard or loose, or a YAML file [default: standard]."),
-    ] = None,
+    policy: Policy = None,
     out: Annotated[
         Optional[str],  # noqa: UP045
         typer.Option(metavar="DIR", help="Where reports go; several recipes: DIR/RECIPE [default: reports]."),
@@ -103,7 +107,7 @@ def gate(
         ),
     ] = None,
     json: Json = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
+    quiet: Quiet = False,
 ) -> None:
     """Train baseline and candidate as pairs, decide, and write reports.
 
@@ -154,18 +158,13 @@ app.command()(search)
 def inspect(
     recipe: Recipe,
     model: Model = None,
-    data: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(
-            help="Its input: synthetic, ml-100k:DIR, ml-1m:DIR, criteo:FILE or table:FILE [default: synthetic]."
-        ),
-    ] = None,
+    data: Data = None,
     task: Task = None,
     steps: Annotated[int, typer.Option(min=1, help="Training steps to watch.")] = 10,
     seed: Annotated[int, typer.Option(min=0, help="Seed of weights, batches and dropout.")] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     json: Json = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
+    quiet: Quiet = False,
 ) -> None:
     """Train a few steps and show what each format does to each tensor: amax, saturation, underflow, clips, SQNR.
 
@@ -213,7 +212,7 @@ def bench(
         typer.Option(min=1, help="How often every arm takes its turn."),
     ] = None,
     json: Json = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
+    quiet: Quiet = False,
 ) -> None:
     """Time cast kernels, products and MLP blocks against BF16 and installed peers, all in turns in one run.
 

@@ -59,3 +59,12 @@ Task = Annotated[
 Recipe = Annotated[
     str, typer.Argument(metavar="RECIPE", help="A built-in name or a file.", autocompletion=recipe_names)
 ]
+Data = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option(help="Its input: synthetic, ml-100k:DIR, ml-1m:DIR, criteo:FILE or table:FILE [default: synthetic]."),
+]
+Policy = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option(help="strict, standard or loose, or a YAML file [default: standard]."),
+]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]

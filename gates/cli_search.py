@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
-from .cli_options import Backend, Json, Model, Task, device_names, recipe_names
+from .cli_options import Backend, Data, Json, Model, Policy, Quiet, Task, device_names, recipe_names
 
 if TYPE_CHECKING:
     from ..precision.capability import Device
@@ -28,12 +28,7 @@ DEFAULT_OUT = "search"
 
 def search(
     model: Model = None,
-    data: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(
-            help="Its input: synthetic, ml-100k:DIR, ml-1m:DIR, criteo:FILE or table:FILE [default: synthetic]."
-        ),
-    ] = None,
+    data: Data = None,
     task: Task = None,
     from_: Annotated[
         Optional[list[str]],  # noqa: UP045
@@ -44,10 +39,7 @@ def search(
             autocompletion=recipe_names,
         ),
     ] = None,
-    policy: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(help="strict, standard or loose, or a YAML file [default: standard]."),
-    ] = None,
+    policy: Policy = None,
     out: Annotated[str, typer.Option(metavar="DIR", help="Where reports and recipes go.")] = DEFAULT_OUT,
     seeds: Annotated[
         Optional[int],  # noqa: UP045
@@ -90,7 +82,7 @@ def search(
     ] = "time",
     fresh: Annotated[bool, typer.Option("--fresh", help="Forget earlier screens and trainings in DIR.")] = False,
     json: Json = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
+    quiet: Quiet = False,
 ) -> None:
     """Find recipes that pass the gates: screen candidates on few seeds, then gate the best on other seeds.
 

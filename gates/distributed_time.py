@@ -29,7 +29,7 @@ from .measurements_distributed import DistributedArm, DistributedRun, Planned, R
 from .policy import SpeedPlan
 from .rank_arm import RankArm
 from .ranks import Ranks
-from .sharded import RankTimer, Switch, switch_collectives
+from .sharded import RankTimer, Switch, switch_collectives, without_wire
 from .speed import CudaTimer, HostTimer, StepFunction, run_quartets, stage
 from .train import Arm, honest_compilation, seed_generators
 
@@ -54,17 +54,6 @@ class _Running:
     #: None where the recipe reduces gradients itself, which nothing can stand in for.
     switches: tuple[Switch, ...] | None
     wire: WireCount
-
-    def local_step(self, i: int) -> None:
-        """One step that sends nothing."""
-        assert self.switches is not None
-        for switch in self.switches:
-            switch.local = True
-        try:
-            self.step(i)
-        finally:
-            for switch in self.switches:
-                switch.local = False
 
 
 def measure_distributed(
@@ -100,7 +89,7 @@ def measure_distributed(
         for name, one in zip(("baseline", "candidate"), running, strict=True):
             steps[name] = one.step
             if one.switches is not None:
-                steps[f"{name} local"] = one.local_step
+                steps[f"{name} local"] = without_wire(one.step, one.switches)
         for name, arm in zip(("baseline", "candidate"), alone or (), strict=False):
             steps[f"{name} alone"] = _on(arm.stepper(0), batches)
         timer = RankTimer(CudaTimer(arms[0].device) if gpu else HostTimer(), arms[0].device)

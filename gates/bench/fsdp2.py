@@ -35,7 +35,7 @@ from ...recipes import resolve
 from ...recipes.topology import example_topology
 from ...recipes.wire_plan import Layout, predict_wire
 from ...recipes.wire_units import Sharding
-from ..sharded import RankTimer, Switch, shard, switch_collectives
+from ..sharded import RankTimer, Switch, shard, switch_collectives, without_wire
 from ..speed import BlockTime, CudaTimer, HostTimer, StepFunction
 from ..train import honest_compilation, seed_generators
 from .fsdp2_arms import ShardedArm, ShardedCase
@@ -72,17 +72,6 @@ class Running:
     wire: WireCount
     #: At the height of a step, above what lies there between steps.
     peak_bytes: int | None
-
-    def local_step(self, i: int) -> None:
-        """One step that sends nothing."""
-        assert self.switches is not None
-        for switch in self.switches:
-            switch.local = True
-        try:
-            self.step(i)
-        finally:
-            for switch in self.switches:
-                switch.local = False
 
 
 def measure_sharded(
@@ -132,7 +121,7 @@ def _measure_group(
     for name, one in running.items():
         steps[name] = one.step
         if one.switches is not None:
-            steps[name + _LOCAL] = one.local_step
+            steps[name + _LOCAL] = without_wire(one.step, one.switches)
     found, stopped = take_turns(steps, timer, settings, deadline)
     for name, one in running.items():
         if one is bf16 and result.rows:
