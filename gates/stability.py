@@ -86,7 +86,8 @@ def numerics_lines(runs: Sequence[Stability], limit: int = 5) -> list[str]:
         return [f"saturation and underflow: not counted{told}, so the stability gate does not judge them"]
     operands = _worst([operand for run in runs for operand in run.worst])
     steps = max(run.observed_steps for run in runs)
-    lines = [f"saturation and underflow: counted in {steps} steps a seed; the worst operands, each at its worst step:"]
+    counted = f"{steps} step{'s' * (steps != 1)} a seed"
+    lines = [f"saturation and underflow: counted in {counted}; the worst operands, each at its worst step:"]
     return lines + [_line(operand) for operand in operands[:limit]]
 
 
