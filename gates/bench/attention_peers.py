@@ -111,7 +111,7 @@ def flex(case: Case) -> Peer:
 
 
 def hstu(case: Case) -> Peer:
-    """FBGEMM's HSTU attention, called between compiled graphs: not every version tells compilers its kernels' shapes."""
+    """FBGEMM's HSTU attention, called between compiled graphs: not every version tells compilers its shapes."""
     attention = importlib.import_module(HSTU).hstu_attn_varlen_func
     rules = replace(case.rules, n_summary=0)
     if rules.activation != "silu":
