@@ -108,10 +108,8 @@ def _move(graph: fx.Graph, node: fx.Node, one: fx.Node | None) -> fx.Node:
             made.meta["val"] = target(*fakes, **kwargs)
         return made
 
-    def scaled(product: fx.Node) -> fx.Node:
+    def scaled(product: fx.Node, by_row: fx.Node) -> fx.Node:
         """Multiply a view of the product, with the product's columns, by its scales."""
-        shape = product.meta["val"].shape
-        by_row = rows if len(shape) == 2 else call(aten.reshape.default, rows, [*shape[:-1], 1])
         wide = call(prims.convert_element_type.default, product, torch.float32)
         both = call(aten.mul.Tensor, call(aten.mul.Tensor, wide, by_row), columns)
         return call(prims.convert_element_type.default, both, value.dtype)
@@ -127,13 +125,15 @@ def _move(graph: fx.Graph, node: fx.Node, one: fx.Node | None) -> fx.Node:
     views = [user for user in readers if user.target in VIEWS and _same_columns(node, user)]
     for view in views:
         with graph.inserting_before(view):
-            same = call(view.target, product, *view.args[1:])
-            view.replace_all_uses_with(scaled(same))
+            # Sizes as they stand in the graph, where one that is not known before it runs is a node.
+            sizes: Any = view.args[1]
+            by_row = call(aten.reshape.default, rows, [*sizes[:-1], 1])
+            view.replace_all_uses_with(scaled(call(view.target, product, sizes), by_row))
         graph.erase_node(view)
     others = [user for user in readers if user not in views]
     if others:
         with graph.inserting_before(node):
-            result = scaled(product)
+            result = scaled(product, rows)
         for user in others:
             user.replace_input_with(node, result)
     graph.erase_node(node)

@@ -19,6 +19,7 @@ from narrowgate.precision.spec import Spec
 from torch import Tensor, fx, nn
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
 
 M, K, N = 48, 64, 80
 scaled_mm = torch.ops.aten._scaled_mm.default
@@ -117,6 +118,21 @@ def test_what_is_written_anyway_keeps_its_scales(reader: Callable[[Tensor], Any]
     graph, before, after = passed(lambda x, w: reader(product(x, w)), values(M, K), values(N, K, seed=1))
     assert not moved(graph)
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_sizes_that_are_known_only_when_it_runs_stay_nodes_of_the_graph() -> None:
+    def tokens(a: Tensor, b: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+        y = scaled_mm(a, b.t(), rows, columns, None, None, torch.bfloat16, False)
+        return F.silu(y.view(a.shape[0] // 16, 16, b.shape[0]))
+
+    codes = [values(n, K, seed=n).to(torch.float8_e4m3fn) for n in (M, N)]
+    scales = torch.rand(M, 1) + 0.5, torch.rand(1, N) + 0.5
+    module = make_fx(tokens, decomposition_table=select_decomp_table(), tracing_mode="symbolic")(*codes, *scales)
+    fuse_casts(module.graph)
+    module.graph.lint()
+    assert moved(module.graph)
+    arguments = [x for node in module.graph.nodes for x in pytree.tree_leaves((node.args, node.kwargs))]
+    assert not any(isinstance(x, torch.SymInt) for x in arguments)
 
 
 def graph_of(m: int, k: int, n: int, reader: Callable[[Tensor], Any], *, fast: bool) -> fx.Graph:
