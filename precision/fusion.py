@@ -312,7 +312,7 @@ class CastFusion(CustomGraphPass):
         """Key of Inductor's cache: what this pass does is decided by its sources."""
         earlier = self.before.uuid() if isinstance(self.before, CustomGraphPass) else None
         sources = (__file__, fusion_builder.__file__, fusion_scales.__file__, program.__file__)
-        return (get_hash_for_files(sources), earlier)
+        return (get_hash_for_files(sources), fusion_scales.enabled, earlier)
 
 
 @cache

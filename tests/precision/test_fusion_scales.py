@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from narrowgate.precision import fusion_scales
+from narrowgate.precision import fusion, fusion_scales
 from narrowgate.precision.config import GemmConfig, LinearConfig
 from narrowgate.precision.fusion import fuse_casts
 from narrowgate.precision.kernels.program import Program
@@ -31,6 +31,7 @@ row_scales_on_cpu = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def slow_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fusion_scales, "enabled", True)
     monkeypatch.setattr(fusion_scales, "rows_are_slow", lambda device: True)
 
 
@@ -173,12 +174,20 @@ def test_it_is_done_where_it_was_measured_to_pay(
 
 def test_other_devices_keep_their_scales(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
+    monkeypatch.setattr(fusion_scales, "enabled", True)
     assert not fusion_scales.rows_are_slow(torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     assert not fusion_scales.rows_are_slow(torch.device("cuda"))
     assert not moved(graph_of(16384, 4096, 4096, F.silu, fast=False))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert moved(graph_of(16384, 4096, 4096, F.silu, fast=False))
+
+
+def test_nothing_moves_unless_asked_and_compilers_keep_both_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = {fusion.CastFusion().uuid()}
+    monkeypatch.setattr(fusion_scales, "enabled", False)
+    assert not moved(graph_of(16384, 4096, 4096, F.silu, fast=False))
+    assert len(keys | {fusion.CastFusion().uuid()}) == 2
 
 
 @pytest.mark.gpu
