@@ -102,6 +102,7 @@ def gate(
         typer.Option(
             "--collective-timeout",
             min=1,
+            max=604_800,
             metavar="SECONDS",
             help="On several ranks: how long one may wait for another [default: 600].",
         ),
@@ -346,6 +347,13 @@ def main(argv: list[str] | None = None) -> NoReturn:
         code = exits.FAILED
     except (KeyboardInterrupt, typer.Abort):
         code = exits.INTERRUPTED
+    except SystemExit as error:
+        if _completes(arguments):  # the parser's own way to end there
+            raise
+        # The code of a model that ends the process: its 0 would read as an acceptance.
+        from .model_state import RunError
+
+        code = _explain(RunError(f"the task's code ended the process by sys.exit({error.code!r})"))
     except Exception as error:
         if debug:
             raise
@@ -353,6 +361,11 @@ def main(argv: list[str] | None = None) -> NoReturn:
     if code == exits.INTERRUPTED:  # some versions of the parser turn the interrupt into this code themselves
         _say("interrupted; no report was written of unfinished gates")
     sys.exit(code if isinstance(code, int) else exits.ACCEPT)
+
+
+def _completes(arguments: list[str]) -> bool:
+    """Return whether a shell asks for completions, or for the script that asks."""
+    return "_NARROWGATE_COMPLETE" in os.environ or bool({"--install-completion", "--show-completion"} & {*arguments})
 
 
 def _explain(error: Exception) -> int:

@@ -60,7 +60,9 @@ def search(
     finalists: Annotated[int, typer.Option(min=1, help="Candidates to put through the full gate at most.")] = 2,
     minutes: Annotated[
         Optional[float],  # noqa: UP045
-        typer.Option(min=0, help="Stop screening so that the full gate's trainings fit into so many minutes."),
+        typer.Option(
+            min=0, max=525_600, help="Stop screening so that the full gate's trainings fit into so many minutes."
+        ),
     ] = None,
     device: Annotated[
         str,

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ..precision.errors import NarrowgateError
+from .checked_task import CheckedTask
 from .task import Task, check_task
 
 T = TypeVar("T")
@@ -39,7 +40,8 @@ class RankTask:
         method = getattr(task, "for_rank", None)
         if method is None:
             return cls(task, rank, ranks, split=False)
-        return cls(check_task(method(rank, ranks), f"for_rank({rank}, {ranks})"), rank, ranks, split=True)
+        own = CheckedTask(check_task(method(rank, ranks), f"for_rank({rank}, {ranks})"))
+        return cls(own, rank, ranks, split=True)
 
     def train_batches(self, seed: int) -> Iterable[Any]:
         """Return the rank's batches of a seed, as many as every rank has."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from ..models.prediction import Prediction
 from ..precision.errors import NarrowgateError, did_you_mean
+from .checked_task import CheckedTask, ended
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -84,7 +85,8 @@ class TaskSource:
 def load_task(text: str, *, device: str = "cpu") -> Task:
     """Import ``package.module:factory`` and call the factory (with ``device=`` where it takes that).
 
-    The working directory is importable, as under ``python -m``. This runs the module's code.
+    The working directory is importable, as under ``python -m``. This runs the module's code. What the task's methods
+    return later is checked where they return it (:mod:`narrowgate.gates.checked_task`).
 
     Raises:
         NarrowgateError: what is missing, in one line; the cause stays attached.
@@ -97,6 +99,8 @@ def load_task(text: str, *, device: str = "cpu") -> Task:
         sys.path.insert(0, here)
     try:
         module = importlib.import_module(module_name)
+    except SystemExit as error:
+        raise ended(f"--task {text}: importing {module_name}", error) from error
     except ModuleNotFoundError as error:
         if error.name is not None and (module_name == error.name or module_name.startswith(f"{error.name}.")):
             raise NarrowgateError(f"--task {text}: module '{error.name}' was not found") from error
@@ -115,9 +119,11 @@ def load_task(text: str, *, device: str = "cpu") -> Task:
         )
     try:
         task = factory(device=device) if _takes_device(factory) else factory()
+    except SystemExit as error:
+        raise ended(f"--task {text}: {attribute}()", error) from error
     except Exception as error:
         raise NarrowgateError(f"--task {text}: {attribute}() raised {_what(error)}") from error
-    return check_task(task, f"--task {text}")
+    return CheckedTask(check_task(task, f"--task {text}"))
 
 
 def check_task(task: object, origin: str) -> Task:
@@ -170,7 +176,7 @@ def describe(task: Task) -> tuple[dict[str, Any], dict[str, Any]]:
     method = getattr(task, "describe", None)
     facts = dict(method()) if method is not None else {}
     model, data = facts.pop("model", None), facts.pop("data", None)
-    model = dict(model) if isinstance(model, dict) else {"name": model or type(task).__name__}
+    model = dict(model) if isinstance(model, dict) else {"name": model or type(getattr(task, "inner", task)).__name__}
     data = dict(data) if isinstance(data, dict) else {"name": data or "of the task"}
     return model | facts, data
 

@@ -53,6 +53,9 @@ BAD_INPUT = [
     (["validate", "all-fp8.yaml", "--require-native", "cpu"], "cpu has no low-precision matrix units"),
     (["validate", "all-fp8.yaml", "--require-native", "h300"], "unknown device 'h300'"),
     (["validate", "all-fp8.yaml", "--output-format", "xml"], "found 'xml', expected text, github, json"),
+    (["gate", "all-fp8.yaml", "--collective-timeout", "inf"], "--collective-timeout"),
+    (["search", "--minutes", "inf"], "--minutes"),
+    (["search", "--minutes", "nan"], "--minutes"),
     (["nonsense"], "nonsense"),
 ]  # fmt: skip
 

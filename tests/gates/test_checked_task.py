@@ -1,0 +1,163 @@
+"""Methods of a user's task that return what they must not, or end the process."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from narrowgate.gates.checked_task import CheckedTask
+from narrowgate.gates.task import Prediction, load_task, make_optimizer, task_names
+from narrowgate.precision.errors import NarrowgateError
+
+ONE = torch.ones(4, 1)
+
+
+class Whole:
+    """A task that does everything right."""
+
+    task_names = ("click",)
+
+    def build_model(self) -> Any:
+        return torch.nn.Linear(3, 1)
+
+    def train_batches(self, seed: int) -> Any:
+        return [torch.ones(4, 3)]
+
+    def eval_batches(self) -> Any:
+        return [torch.ones(4, 3)]
+
+    def loss(self, model: Any, batch: Any) -> Any:
+        return model(batch).mean()
+
+    def predict(self, model: Any, batch: Any) -> Any:
+        return Prediction(model(batch), ONE)
+
+    def optimizer(self, model: Any) -> Any:
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def base_rates(self) -> Any:
+        return torch.tensor([0.5])
+
+    def describe(self) -> Any:
+        return {"model": "mine"}
+
+
+MODEL, BATCH = torch.nn.Linear(3, 1), torch.ones(4, 3)
+ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "build_model": (), "train_batches": (0,), "eval_batches": (), "loss": (MODEL, BATCH), "predict": (MODEL, BATCH),
+    "optimizer": (MODEL,), "base_rates": (), "describe": (),
+}  # fmt: skip
+WRONG = [
+    ("build_model", 3, "build_model() returned a int, expected a torch.nn.Module"),
+    ("build_model", None, "build_model() returned None"),
+    ("train_batches", None, "train_batches(0) returned None, expected batches"),
+    ("eval_batches", 5, "eval_batches() returned a int, expected batches"),
+    ("loss", 1.0, "loss() returned a float, expected a scalar tensor"),
+    ("loss", None, "loss() returned None"),
+    ("loss", ONE, "loss() returned a tensor of shape [4, 1], expected a scalar"),
+    ("loss", torch.tensor(3), "loss() returned a int64 that no parameter has a gradient of"),
+    ("loss", torch.tensor(3.0), "loss() returned a float32 that no parameter has a gradient of"),
+    ("predict", ONE, "predict() returned a Tensor, expected a Prediction"),
+    ("predict", Prediction([0.5], ONE), "predict() as logits returned a list, expected a tensor"),  # type: ignore[arg-type]
+    ("predict", Prediction(ONE, None), "predict() as labels returned None, expected a tensor"),  # type: ignore[arg-type]
+    ("predict", Prediction(ONE, ONE, groups=[1]), "predict() as groups returned a list"),  # type: ignore[arg-type]
+    ("optimizer", None, "optimizer() returned None, expected a torch optimizer"),
+    ("base_rates", None, "base_rates() returned None, expected a rate for each task"),
+    ("describe", 3, "describe() returned a int, expected a dictionary"),
+]
+
+
+@pytest.mark.parametrize(("method", "value", "message"), WRONG)
+def test_what_a_method_must_not_return_is_named(method: str, value: Any, message: str) -> None:
+    task = Whole()
+    setattr(task, method, lambda *_: value)
+    with pytest.raises(NarrowgateError) as caught:
+        getattr(CheckedTask(task), method)(*ARGUMENTS[method])
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("names", ["click", {"click"}, 3])
+def test_names_that_are_no_list_are_named(names: Any) -> None:
+    task = Whole()
+    task.task_names = names
+    with pytest.raises(NarrowgateError, match=r"task_names is .*, expected a list of names"):
+        task_names(CheckedTask(task), 1)
+
+
+@pytest.mark.parametrize("method", ARGUMENTS)
+def test_a_method_that_ends_the_process_is_an_error_with_its_name(method: str) -> None:
+    task = Whole()
+    setattr(task, method, lambda *_: sys.exit(0))
+    with pytest.raises(NarrowgateError, match=rf"{method}\(.*\) ended the process by sys.exit\(0\)"):
+        getattr(CheckedTask(task), method)(*ARGUMENTS[method])
+
+
+@pytest.mark.parametrize("method", ARGUMENTS)
+def test_what_is_right_is_passed_on_as_it_is(method: str) -> None:
+    task = Whole()
+    value = getattr(task, method)(*ARGUMENTS[method])
+    setattr(task, method, lambda *_: value)
+    assert getattr(copy.copy(CheckedTask(task)), method)(*ARGUMENTS[method]) is value
+
+
+def test_what_a_task_lacks_stays_lacking_and_a_loss_needs_no_graph_where_none_is_recorded() -> None:
+    class Bare(Whole):
+        optimizer = base_rates = describe = task_names = None  # type: ignore[assignment]
+
+    task = CheckedTask(Bare())
+    assert isinstance(make_optimizer(task, MODEL), torch.optim.Adam)
+    assert task_names(task, 2) == ("task0", "task1")
+    assert not hasattr(task, "for_rank")
+    with torch.no_grad():
+        assert task.loss(MODEL, BATCH).numel() == 1
+
+
+MODULE = """
+import sys
+from ranker import Task
+
+def at_once(device="cpu"):
+    sys.exit(0)
+
+class Building(Task):
+    def build_model(self):
+        sys.exit(0)
+
+class Batches(Task):
+    def train_batches(self, seed):
+        sys.exit(0)
+        yield
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "factory", "code"),
+    [
+        ("gate", "leaves:at_once", 2),
+        ("gate", "leaves:Building", 2),
+        ("gate", "leaves:Batches", 4),
+        ("plan", "leaves:at_once", 2),
+        ("inspect", "leaves:Building", 2),
+        ("gate", "at_import:make", 2),
+        ("plan", "at_import:make", 2),
+    ],
+)
+def test_a_task_that_ends_the_process_is_no_acceptance(
+    room: Path, narrowgate: Callable[..., tuple[int, str, str]], command: str, factory: str, code: int
+) -> None:
+    (room / "leaves.py").write_text(MODULE)
+    (room / "at_import.py").write_text("import sys\nsys.exit(0)\n")
+    ended, out, err = narrowgate(command, "all-fp8.yaml", "--task", factory)
+    assert ended == code, err
+    assert out == ""
+    assert "ended the process by sys.exit(0)" in err
+    assert "Traceback" not in err
+
+
+def test_a_loaded_task_is_checked(room: Path) -> None:
+    assert isinstance(load_task("ranker:good"), CheckedTask)
