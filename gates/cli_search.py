@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
+from . import exits
 from .cli_options import Backend, Data, Json, Model, Policy, Quiet, Task, device_names, recipe_names
 
 if TYPE_CHECKING:
@@ -162,7 +163,10 @@ def search_command(options: SearchOptions) -> int:
         raise NarrowgateError(f"--rank-by: found '{options.rank_by}', expected {' or '.join(_RANK_BY)}{hint}")
     from .ranks import Place
 
-    if Place.of_environment() is not None:
+    place = Place.of_environment()
+    if place is not None:
+        if place.rank:  # the first says it
+            return exits.USAGE
         raise NarrowgateError(
             "search: found the ranks of a job (torchrun), expected one process; gate its finds on ranks"
         )
@@ -296,8 +300,6 @@ class _Notes:
 
     def failed(self, found: Found, error: Exception) -> None:
         """Write that the run failed."""
-        from . import exits
-
         self.write(found, finished=False, failure=exits.failure_text(error))
 
 

@@ -10,6 +10,9 @@ from pathlib import Path
 
 from ..precision.errors import NarrowgateError
 
+#: Bytes that a run needs at least: its reports together. A full disk takes an empty file and shows at the first byte.
+_ROOM = 2**19
+
 
 def write_together(folder: Path, texts: Mapping[str, str], *, stale: tuple[str, ...] = ()) -> None:
     """Write several files of ``folder`` as one set.
@@ -50,11 +53,13 @@ def check_writable(folder: Path) -> None:
     """Make ``folder`` and try to write in it, before hours of work would be lost.
 
     Raises:
-        NarrowgateError: it cannot be made or written to.
+        NarrowgateError: it cannot be made or written to, or has no room for a report.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(prefix=".narrowgate.", dir=folder):
-            pass
+        with tempfile.NamedTemporaryFile(prefix=".narrowgate.", dir=folder) as file:
+            file.write(b"\0" * _ROOM)
+            file.flush()
+            os.fsync(file.fileno())
     except OSError as error:
         raise NarrowgateError(f"{folder}: cannot write reports there: {error.strerror}") from None

@@ -74,10 +74,20 @@ class RankTask:
 
 
 def dealt(batches: Iterable[T], rank: int, ranks: int) -> Iterator[T]:
-    """Yield every ``ranks``-th batch from ``rank`` on, without a last round that is not whole."""
-    source = iter(batches)
+    """Yield every ``ranks``-th batch from ``rank`` on, without a last round that is not whole.
+
+    Raises:
+        NarrowgateError: there are fewer batches than ranks, so that nobody would train.
+    """
+    source, rounds = iter(batches), 0
     while len(group := list(itertools.islice(source, ranks))) == ranks:
+        rounds += 1
         yield group[rank]
+    if group and not rounds:
+        raise NarrowgateError(
+            f"train_batches() yielded {len(group)} batch{'es' * (len(group) > 1)}, expected at least one for each of "
+            f"{ranks} ranks (or a task with for_rank, which splits every batch)"
+        )
 
 
 def in_order(parts: Sequence[Sequence[T | None]]) -> list[T]:

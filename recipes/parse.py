@@ -240,7 +240,7 @@ def _no_effect(model: RecipeFile, root: Node | None, file: str) -> list[Diagnost
     activations = model.activations
     if isinstance(activations, ActivationsFile) and isinstance(activations.save, Spec) and activations.save.sr:
         loc = ("activations", "save")
-        faults.append(_place(loc, root, file, "found sr, expected a format without modifiers for saved tensors"))
+        faults.append(_place(loc, root, file, "found sr, expected rounding to nearest for saved tensors"))
     return faults
 
 

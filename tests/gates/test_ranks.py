@@ -123,7 +123,7 @@ class Splitting(Plain):
         return task
 
 
-@pytest.mark.parametrize(("ranks", "train", "held_out"), [(2, 7, 5), (3, 9, 1), (4, 3, 4)])
+@pytest.mark.parametrize(("ranks", "train", "held_out"), [(2, 7, 5), (3, 9, 1), (4, 11, 4), (4, 0, 4)])
 def test_batches_are_dealt_out_in_whole_rounds_and_predictions_come_back_in_order(ranks, train, held_out) -> None:
     views = [RankTask.of(Plain(train, held_out), rank, ranks) for rank in range(ranks)]  # type: ignore[arg-type]
     own = [list(view.train_batches(0)) for view in views]
@@ -134,6 +134,13 @@ def test_batches_are_dealt_out_in_whole_rounds_and_predictions_come_back_in_orde
     assert len({len(batches) for batches in predicted}) == 1, "a sharded model runs on all ranks or on none"
     counted = [[batch if counts else None for batch, counts in batches] for batches in predicted]
     assert in_order(counted) == list(range(held_out))
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_fewer_batches_than_ranks_are_an_error_on_every_rank(rank: int) -> None:
+    view = RankTask.of(Plain(2, 3), rank, 3)  # type: ignore[arg-type]
+    with pytest.raises(NarrowgateError, match="yielded 2 batches, expected at least one for each of 3 ranks"):
+        list(view.train_batches(0))
 
 
 def test_a_task_that_splits_its_batches_keeps_their_number() -> None:
@@ -283,3 +290,13 @@ def test_bytes_are_planned_for_any_number_of_ranks(ranks: int) -> None:
     assert bf16.given("reduce_scatter") == ranks * rows * 48 * 2
     assert codes.given("all_gather") == 2 * rows * (48 + 4)
     assert codes.given("reduce_scatter") == bf16.given("reduce_scatter")
+
+
+@pytest.mark.parametrize(("rank", "lines"), [(0, 1), (1, 0)])
+def test_a_search_on_ranks_is_refused_once(
+    narrowgate: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch, rank: int, lines: int
+) -> None:
+    for name, value in (("RANK", str(rank)), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "::1"), ("MASTER_PORT", "1")):
+        monkeypatch.setenv(name, value)
+    code, out, err = narrowgate("search", "-q")
+    assert (code, out, len(err.splitlines())) == (2, "", lines)

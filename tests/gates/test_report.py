@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -275,3 +276,16 @@ def test_an_unwritable_folder_is_said_before_the_work(tmp_path: Path) -> None:
         check_writable(tmp_path / "file" / "deep")
     check_writable(tmp_path / "new" / "deep")
     assert list((tmp_path / "new" / "deep").iterdir()) == []
+
+
+def test_a_full_disk_is_said_before_the_work(tmp_path: Path) -> None:
+    """A file may still be made on a full disk: a limit on the size of files is met in the same way."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        (tmp_path / "empty").touch()
+        with pytest.raises(NarrowgateError, match="cannot write reports there: File too large"):
+            check_writable(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [path.name for path in tmp_path.iterdir()] == ["empty"]
