@@ -157,7 +157,7 @@ def test_gradients_are_those_of_a_backward_that_gets_rounded_tensors(replaced):
         assert (grad - exact[name]).norm() > 1e-3 * exact[name].norm()
 
 
-@pytest.mark.parametrize("text", ["bf16", "fp8_e5m2", "fp8_e4m3/1x128", "fp8_e4m3/128x128", "mxfp8"])
+@pytest.mark.parametrize("text", ["bf16", "fp8_e5m2", "fp8_e4m3/128x128", "mxfp8"])
 def test_every_format_compiles_and_saves_what_it_says(text, replaced):
     model, x = blocks(), batch()
     with counting() as plain:
@@ -218,9 +218,9 @@ def test_statistics_exponents_and_a_loss_around_the_model_are_left_alone(replace
         assert node.target is not torch.ops.aten.sub.Tensor, "not a log-softmax"
 
 
-@pytest.mark.parametrize("text", ["fp8_e4m3", "fp8_e4m3/row"])
-def test_operands_of_low_precision_layers_are_kept_as_forward_made_them(text, replaced):
-    model, x = low_precision(blocks(), text), batch()
+def test_operands_of_low_precision_layers_are_kept_as_forward_made_them(replaced):
+    torch.manual_seed(5)
+    model, x = low_precision(nn.Sequential(nn.Linear(D, D, bias=False), Block())), batch()
     _, exact = train(model, torch.compile(loss, fullgraph=True), x)
     keep_saved(model, "fp8_e4m3/row")
     torch._dynamo.reset()
@@ -229,7 +229,7 @@ def test_operands_of_low_precision_layers_are_kept_as_forward_made_them(text, re
     assert replaced
     assert not any(node.meta["val"].dtype in saved_graph._CODES for node in replaced)
     # The last layer's gradient: its operand's codes are exact, and nothing that was rounded is on the way.
-    torch.testing.assert_close(grads["2.down.weight"], exact["2.down.weight"], rtol=0, atol=0)
+    torch.testing.assert_close(grads["1.down.weight"], exact["1.down.weight"], rtol=0, atol=0)
     assert not torch.equal(grads["1.norm.weight"], exact["1.norm.weight"])
     wide = [size for size in kept if size >= ROWS * D * 2]
     assert len(wide) <= 1 + sum(p.numel() * p.element_size() >= ROWS * D * 2 for p in model.parameters())
