@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from typing import Annotated, NoReturn, Optional
@@ -336,6 +337,9 @@ def doctor(json: Json = False) -> None:
 def main(argv: list[str] | None = None) -> NoReturn:
     """Run the program and exit: bad input is one line on standard error and code 2, never a traceback."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # As standard error does: a name that the terminal's encoding lacks must not cost a verdict.
+        sys.stdout.reconfigure(errors="backslashreplace")
     debug = "--debug" in arguments
     arguments = [a for a in arguments if a != "--debug"] or ["--help"]
     try:

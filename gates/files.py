@@ -32,7 +32,8 @@ def write_together(folder: Path, texts: Mapping[str, str], *, stale: tuple[str, 
         for name, text in texts.items():
             handle, temporary = tempfile.mkstemp(prefix=f".{name}.", dir=folder)
             staged.append((Path(temporary), folder / name))
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
+            # A path that is no UTF-8 has half characters, which no reader takes: they become question marks.
+            with os.fdopen(handle, "w", encoding="utf-8", errors="replace") as file:
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())

@@ -85,7 +85,7 @@ def terminal_text(report: Report) -> str:
     baseline = report.evidence.quality.baseline
     return (
         f"{report.verdict.upper()}: {report.recipe.name}\n{reasons}\n\n{table}\n\n{quality}\n"
-        f"  Baseline: {baseline}; {report.statistics.n} paired seeds.\n"
+        f"  Baseline: {baseline}; {report.statistics.n} paired seed{'s' * (report.statistics.n != 1)}.\n"
         f"  Took {wall_text(report.wall_seconds)}.\n"
     )
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -238,3 +239,11 @@ def test_the_worst_recipe_sets_the_exit_code(verdicts: list[str], code: int) -> 
     from narrowgate.gates.exits import exit_code
 
     assert exit_code(verdicts) == code
+
+
+def test_names_that_the_terminal_cannot_show_cost_no_verdict(room: Path) -> None:
+    (room / "größe.yaml").write_text((room / "all-fp8.yaml").read_text())
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    command = [sys.executable, "-m", "narrowgate.gates", "validate", "größe.yaml"]
+    ran = subprocess.run(command, env=environment, capture_output=True, check=False)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, b"gr\\xf6\\xdfe.yaml: valid\n", b"")

@@ -278,6 +278,12 @@ def test_an_unwritable_folder_is_said_before_the_work(tmp_path: Path) -> None:
     assert list((tmp_path / "new" / "deep").iterdir()) == []
 
 
+def test_a_name_that_is_no_utf8_does_not_keep_files_from_being_written(tmp_path: Path) -> None:
+    name = os.fsdecode(b"r\xff.yaml")
+    write_together(tmp_path, {"a": f'["{name}"]'})
+    assert json.loads((tmp_path / "a").read_text(encoding="utf-8")) == ["r?.yaml"]
+
+
 def test_a_full_disk_is_said_before_the_work(tmp_path: Path) -> None:
     """A file may still be made on a full disk: a limit on the size of files is met in the same way."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
