@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from junitparser import Error, Failure, JUnitXml, Skipped, TestCase, TestSuite
 
+from ..precision.errors import on_one_line
 from .report import Report
 
 
@@ -18,9 +19,9 @@ def junit_report(report: Report) -> str:
     suite.add_property("recipe_hash", report.recipe.hash)
     for gate in report.gates:
         place = "/".join(part for part in (gate.task, gate.slice) if part is not None)
-        case = _case(report.recipe.name, f"{gate.name}[{place}]" if place else gate.name)
+        case = _case(report.recipe.name, f"{gate.name}[{_plain(place)}]" if place else gate.name)
         texts = [r.text for r in report.reasons if r.gate == gate.name and r.task == gate.task]
-        message = " ".join(texts) or f"{gate.metric} {gate.status}"
+        message = _plain(" ".join(texts)) or f"{gate.metric} {gate.status}"
         body = (
             f"{gate.metric}: measured {gate.measured}, bounds [{gate.ci_low}, {gate.ci_high}],"
             f" passes {gate.direction} {gate.threshold}"
@@ -38,7 +39,7 @@ def junit_report(report: Report) -> str:
     general = [r.text for r in report.reasons if r.gate is None and report.verdict == "inconclusive"]
     if general:
         case = _case(report.recipe.name, "verdict")
-        case.result = [Skipped(" ".join(general))]
+        case.result = [Skipped(_plain(" ".join(general)))]
         suite.add_testcase(case)
     return _text(suite)
 
@@ -46,13 +47,18 @@ def junit_report(report: Report) -> str:
 def junit_failed_run(recipe: str, message: str) -> str:
     """Return JUnit XML for a run that failed before it could decide: one case with an error."""
     suite, case = TestSuite(f"narrowgate {recipe}"), _case(recipe, "run")
-    case.result = [Error(message, "run failed")]
+    case.result = [Error(_plain(message), "run failed")]
     suite.add_testcase(case)
     return _text(suite)
 
 
 def _case(recipe: str, name: str) -> TestCase:
     return TestCase(name, classname=f"narrowgate.{recipe}")
+
+
+def _plain(text: str) -> str:
+    # XML has no way to write most control characters (the colours of a compiler's message) nor half characters.
+    return on_one_line(text).encode("utf-8", "replace").decode()
 
 
 def _text(suite: TestSuite) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import jinja2
 
+from ..precision.errors import on_one_line
 from .evidence_distributed import ARM_HEAD, arm_rows, distributed_lines
 from .judgement import Gate
 from .report import Report
@@ -76,12 +77,13 @@ def terminal_summary(outcomes: Sequence[Outcome]) -> str:
 def terminal_text(report: Report) -> str:
     """Return what the command prints: the verdict, its reasons and the gates as aligned columns."""
     rows = [["gate", "status", "[low estimate high]", "passes"]]
-    rows += [[row["gate"], row["status"], row["interval"], row["threshold"]] for row in map(gate_row, report.gates)]
+    for row in map(gate_row, report.gates):
+        rows.append([on_one_line(row["gate"]), row["status"], row["interval"], row["threshold"]])
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
     table = "\n".join("  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows)
-    reasons = "\n".join(f"  - {reason.text}" for reason in report.reasons)
+    reasons = "\n".join(f"  - {on_one_line(reason.text)}" for reason in report.reasons)
     lines = (*quality_lines(report), *speed_lines(report), *distributed_lines(report.evidence.distributed))
-    quality = "\n".join(f"  {line}" for line in lines)
+    quality = "\n".join(f"  {on_one_line(line)}" for line in lines)
     baseline = report.evidence.quality.baseline
     return (
         f"{report.verdict.upper()}: {report.recipe.name}\n{reasons}\n\n{table}\n\n{quality}\n"

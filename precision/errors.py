@@ -30,3 +30,11 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"`` for the closest known word, or an empty string."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f"; did you mean '{close[0]}'?" if close else ""
+
+
+def on_one_line(text: str) -> str:
+    """Return ``text`` with control characters (a newline, a terminal's escape) as Python writes them in a string."""
+    return text.translate(_CONTROLS)
+
+
+_CONTROLS = {code: repr(chr(code))[1:-1] for code in (*range(0x20), *range(0x7F, 0xA0))}

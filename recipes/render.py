@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..precision.config import OPERANDS, PATHS, GemmConfig
+from ..precision.errors import on_one_line
 from .plan import LayerPlan, Plan
 from .pricing import LayerPrice, Unpriced
 from .runnable import inexpressible_in_plan
@@ -95,7 +96,7 @@ def _cells(plan: Plan, layer: LayerPlan, header: tuple[str, ...]) -> tuple[str, 
         if not layer.config.high_precision:
             cells["gain us"] = f"{price.gain_us:+.1f}"
             cells["ratio"] = f"{price.ratio:.2f}x" + _BEYOND * (not price.within)
-    return tuple(cells[name] for name in header)
+    return tuple(on_one_line(cells[name]) for name in header)
 
 
 def _gemm(layer: LayerPlan, path: str) -> str:

@@ -278,6 +278,25 @@ def test_an_unwritable_folder_is_said_before_the_work(tmp_path: Path) -> None:
     assert list((tmp_path / "new" / "deep").iterdir()) == []
 
 
+def test_a_reason_that_names_control_characters_is_one_line_on_a_terminal(rejected: Report) -> None:
+    named = rejected.model_copy(
+        update={"reasons": [rejected.reasons[0].model_copy(update={"text": "layer a\nb\x1b[31m lost"})]}
+    )
+    assert "  - layer a\\nb\\x1b[31m lost" in terminal_text(named).splitlines()
+
+
+def test_junit_stays_xml_whatever_a_name_or_a_message_holds(rejected: Report) -> None:
+    odd = "a\x1b[31m\x00b\n" + os.fsdecode(b"\xff")
+    (error,) = next(iter(next(iter(JUnitXml.fromstring(junit_failed_run("r1", odd).encode()))))).result
+    assert error.message == r"a\x1b[31m\x00b\n?"
+    gates = [gate.model_copy(update={"task": odd if gate.task else None}) for gate in rejected.gates]
+    reasons = [reason.model_copy(update={"text": odd}) for reason in rejected.reasons]
+    suites = JUnitXml.fromstring(
+        junit_report(rejected.model_copy(update={"gates": gates, "reasons": reasons})).encode()
+    )
+    assert r"ne[a\x1b[31m\x00b\n?]" in {case.name for suite in suites for case in suite}
+
+
 def test_a_name_that_is_no_utf8_does_not_keep_files_from_being_written(tmp_path: Path) -> None:
     name = os.fsdecode(b"r\xff.yaml")
     write_together(tmp_path, {"a": f'["{name}"]'})

@@ -381,3 +381,14 @@ def test_two_hundred_rules_over_five_thousand_layers_take_less_than_a_second():
         assert len(resolve(big, model).layers) == 5000
         taken.append(time.process_time() - start)
     assert min(taken) < 1
+
+
+def test_a_layer_stands_on_one_line_whatever_its_name():
+    names = ["a\nb", "esc\x1b[31m", "tab\t", "c|d", "größe"]
+    plan = resolve(
+        Recipe(name="r", rules=[Rule(layers="**", all="fp8_e4m3")]),
+        nn.ModuleDict({n: nn.Linear(16, 16) for n in names}),
+    )
+    lines = str(plan).splitlines()[3 : 3 + len(names)]
+    assert [line.split("  ")[0] for line in lines] == ["a\\nb", "esc\\x1b[31m", "tab\\t", "c|d", "größe"]
+    assert [layer.name for layer in plan.layers] == names
