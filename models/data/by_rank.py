@@ -74,8 +74,8 @@ class RankData:
 def part_of(batch: Batch, rank: int, ranks: int, training: TrainingConfig) -> Batch:
     """Return one rank's rows of a batch, in order: ceil(B / ranks) of them, and tokens up to a friendly number.
 
-    The last ranks' parts are filled with rows that do not count, as the last batch of an evaluation is. Token counts are
-    alike, but where a rank needs more than an equal share. Waits for the device once.
+    The last ranks' parts are filled with rows that do not count, as the last batch of an evaluation is. Token counts
+    are alike, but where a rank needs more than an equal share. Waits for the device once.
     """
     total, tokens = batch.sparse.shape[0], batch.events.shape[0]
     size = -(-total // ranks)
