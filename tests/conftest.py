@@ -1,6 +1,9 @@
-"""What every test shares: GPU tests skip without a GPU, property tests are repeatable and bounded."""
+"""What every test shares: GPU tests skip without a GPU, property tests repeat and are bounded, Ctrl-C interrupts."""
 
 from __future__ import annotations
+
+import signal
+import threading
 
 import hypothesis
 import pytest
@@ -8,6 +11,10 @@ import pytest
 # Derandomized: a run on the same code gives the same examples. No deadline: the machines are shared.
 hypothesis.settings.register_profile("narrowgate", derandomize=True, deadline=None, max_examples=60, database=None)
 hypothesis.settings.load_profile("narrowgate")
+
+# A shell that starts the tests in its background has SIGINT ignored, by them and by every process that they start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
