@@ -18,7 +18,9 @@ from narrowgate.precision.saved import keep_saved
 from narrowgate.precision.spec import Spec
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor import config as inductor_config
 from torch._inductor.decomposition import select_decomp_table
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
@@ -76,6 +78,13 @@ def fresh() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture(autouse=True)
+def no_graph_is_known() -> Iterator[None]:
+    """Compilers keep graphs on disk; these tests look on while they are made."""
+    with functorch_config.patch(enable_autograd_cache=False), inductor_config.patch(fx_graph_cache=False):
+        yield
 
 
 @pytest.fixture
@@ -265,7 +274,8 @@ def test_one_format_is_never_taken_for_another_by_a_compilers_cache(tmp_path, mo
         model = blocks()
         if text is not None:
             keep_saved(model, text)
-        with counting() as kept:
+        cached = functorch_config.patch(enable_autograd_cache=True), inductor_config.patch(fx_graph_cache=True)
+        with cached[0], cached[1], counting() as kept:
             train(model, torch.compile(loss, fullgraph=True), batch())
         found.append(sum(kept))
     assert found[0] == found[4] > found[2] > found[1] == found[3]
