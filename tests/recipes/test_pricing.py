@@ -29,6 +29,7 @@ from narrowgate.recipes import (
 )
 from narrowgate.recipes.pricing import LayerPrice, Unpriced, cast_bytes, price_layer, shares_codes
 from narrowgate.recipes.rates import VARIANTS, Rates, device_rates, shipped_rates, variant_of
+from scipy.stats import spearmanr
 from torch import nn
 
 H200 = NAMED_DEVICES["h200"]
@@ -112,6 +113,31 @@ def test_leaving_a_shape_out_predicts_it_within_the_documented_error():
         errors += [abs(predicted(without, v, *shape) / RATES.gemms[v][shape] - 1) for v in gemms]
     assert sorted(errors)[len(errors) // 2] < 0.055
     assert max(errors) < 0.6
+
+
+def test_prices_tell_the_losers_that_a_gate_measured_in_a_whole_model():
+    """What docs/pricing.md says of them; the report is of another run than the rates."""
+    path = Path(__file__).parents[2] / "benchmarks" / "reports" / "gem-fp8_gem-small_ml-1m" / "report.json"
+    report = json.loads(path.read_text(encoding="utf-8"))
+    layers = {layer["name"]: layer["paths"] for layer in report["recipe"]["plan"]["layers"]}
+    operands = {"fprop": ("input", "weight"), "dgrad": ("grad", "weight"), "wgrad": ("grad", "input")}
+    foreseen, measured = [], []
+    for module in report["evidence"]["module"]["results"]["modules"]:
+        paths = layers[module["layers"][0]]
+        gemms = [
+            GemmConfig(*(Spec.parse(paths[path][operand]) for operand in pair), paths[path]["accumulate"])
+            for path, pair in operands.items()
+        ]
+        foreseen.append(price(LinearConfig(*gemms), *module["mkn"][0]).ratio)
+        measured.append(module["baseline_ms"] / module["candidate_ms"])
+    apart = sorted(max(a / b, b / a) - 1 for a, b in zip(foreseen, measured, strict=True))
+    assert len(apart) == 17
+    assert all(ratio < 1 for ratio in measured)
+    assert sum(ratio < 1 for ratio in foreseen) == 14
+    assert max(foreseen) < 1.17
+    assert apart[8] < 0.2
+    assert apart[-1] < 0.35
+    assert spearmanr(foreseen, measured).statistic > 0.75
 
 
 # Bytes of casts.
