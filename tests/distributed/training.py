@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import sys
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
@@ -14,6 +15,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from narrowgate.precision import QuantizedTensor, Spec, quantize
+from narrowgate.precision.gathered import GatheredWeight
 from narrowgate.precision.reduction import reduction_errors
 from narrowgate.precision.sharding import reduce_amaxes
 from narrowgate.precision.wire import WireCount
@@ -59,6 +62,7 @@ REDUCED: dict[str, tuple[str, tuple[int, int, int], torch.dtype | None, float | 
     "reduce_into_fp16": ("fp8_e4m3/1x16+sr", (40, 57, 3), torch.float16, None, "once"),
 }
 STEPS, ROWS = 3, 32
+_LOWERED = ("0.weight", "2.weight")
 
 
 def build(case: str, device: str = "cpu") -> nn.Sequential:
@@ -91,8 +95,12 @@ def recipe(case: str) -> dict[str, Any]:
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    """An optimizer that works element by element, so that sharding changes no bit."""
-    return torch.optim.Adam(model.parameters(), lr=0.01)
+    """An optimizer that works element by element, so that sharding changes no bit.
+
+    Not left to PyTorch: on a GPU it takes the fused loops for DTensors and not for the subclass that an unsharded weight
+    is, and these two divide by a bias correction in other ways.
+    """
+    return torch.optim.Adam(model.parameters(), lr=0.01, foreach=False)
 
 
 def batch(width: int, step: int) -> tuple[Tensor, Tensor]:
@@ -102,13 +110,17 @@ def batch(width: int, step: int) -> tuple[Tensor, Tensor]:
 
 
 def train(model: nn.Module, case: str, optimizer: torch.optim.Optimizer, *, reduce: bool = False) -> dict[str, Any]:
-    """Losses of all steps, the gradients of the last, and what the first sent in forward and backward."""
+    """Losses of all steps, the gradients of the last, and what the first multiplied and sent.
+
+    Of what was multiplied: the weights' gathered codes, in the order of their use.
+    """
     losses: list[Tensor] = []
     gradients: dict[str, Tensor] = {}
+    multiplied: list[Codes] = []
     sent = WireCount()
     for step in range(STEPS):
         x, y = (part.to(_device(model)) for part in batch(CASES[case][3][0], step))
-        with sent if step == 0 else nullcontext():
+        with sent if step == 0 else nullcontext(), noted_codes(multiplied) if step == 0 else nullcontext():
             loss = (model(x) - y).square().mean()
             loss.backward()
         losses.append(loss.detach())
@@ -120,7 +132,45 @@ def train(model: nn.Module, case: str, optimizer: torch.optim.Optimizer, *, redu
             reduce_amaxes(model)
     collectives = ("all_gather", "reduce_scatter", "all_reduce")
     wire = {"calls": dict(sent.calls), **{name: sent.total(name) for name in collectives}}
-    return {"losses": losses, "gradients": gradients, "wire": wire}
+    return {"losses": losses, "gradients": gradients, "wire": wire, "multiplied": multiplied}
+
+
+#: A weight's operand: its contraction axis, codes as bytes, scales, and NVFP4's scale of the tensor.
+Codes = tuple[int, Tensor, Tensor, Tensor | None]
+
+
+def codes_of(operand: QuantizedTensor) -> Codes:
+    """An operand as the tensors that it is made of."""
+    assert operand.scale is not None
+    return operand.dim, operand.data.clone().view(torch.uint8), operand.scale.clone(), operand.tensor_scale
+
+
+@contextmanager
+def noted_codes(found: list[Codes]) -> Iterator[None]:
+    """Note each operand that a layer takes from a gathered weight as it is."""
+    taken = GatheredWeight.operand
+
+    def operand(self: GatheredWeight, spec: Spec, dim: int) -> QuantizedTensor | None:
+        codes = taken(self, spec, dim)
+        if codes is not None:
+            found.append(codes_of(codes))
+        return codes
+
+    GatheredWeight.operand = operand  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        GatheredWeight.operand = taken  # type: ignore[method-assign]
+
+
+def whole_codes(case: str, device: str = "cpu") -> list[Codes]:
+    """What :func:`train` should note of a case's first step, each weight quantized whole by the reference."""
+    _, gather, shards, widths = CASES[case]
+    spec = Spec.parse(gather)
+    values = [value.detach() for name, value in _layers(widths, device).named_parameters() if name in _LOWERED]
+    # Forward both; backward the later one alone: the model's input takes no gradient.
+    uses = [(value, 1) for value in values] + ([] if "requantize" in shards else [(values[1], 0)])
+    return [codes_of(quantize(value, spec, dim=dim)) for value, dim in uses]
 
 
 def _device(model: nn.Module) -> torch.device:
