@@ -97,8 +97,8 @@ def recipe(case: str) -> dict[str, Any]:
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     """An optimizer that works element by element, so that sharding changes no bit.
 
-    Not left to PyTorch: on a GPU it takes the fused loops for DTensors and not for the subclass that an unsharded weight
-    is, and these two divide by a bias correction in other ways.
+    Not left to PyTorch: on a GPU it takes the fused loops for DTensors and not for the subclass that an unsharded
+    weight is, and these two divide by a bias correction in other ways.
     """
     return torch.optim.Adam(model.parameters(), lr=0.01, foreach=False)
 
