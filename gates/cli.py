@@ -108,6 +108,12 @@ def gate(
             help="On several ranks: how long one may wait for another [default: 600].",
         ),
     ] = None,
+    replicas: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(
+            min=1, metavar="N", help="On several ranks: shard over groups of RANKS / N, each a replica [default: 1]."
+        ),
+    ] = None,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -147,6 +153,7 @@ def gate(
                 json=json,
                 quiet=quiet,
                 collective_timeout=collective_timeout,
+                replicas=replicas,
             )
         )
     )

@@ -54,6 +54,7 @@ class GateOptions:
     json: bool = False
     quiet: bool = False
     collective_timeout: float | None = None
+    replicas: int | None = None
 
 
 def gate_command(options: GateOptions) -> int:
@@ -63,6 +64,8 @@ def gate_command(options: GateOptions) -> int:
         from .cli_ranks import gate_on_ranks
 
         gate_on_ranks(options, place)
+    if options.replicas is not None:
+        raise NarrowgateError("gate --replicas divides the ranks of a job: start it with torchrun, or leave it out")
     if options.source is not None:
         return _decide_again(options, options.source)
     if options.config is not None:

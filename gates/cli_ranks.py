@@ -61,6 +61,11 @@ def gate_on_ranks(options: GateOptions, place: Place) -> NoReturn:
             if place.rank:
                 end(exits.USAGE)
             raise NarrowgateError(f"gate {name} runs in one process: start it without torchrun")
+    replicas = options.replicas or 1
+    if place.ranks % replicas:
+        if place.rank:
+            end(exits.USAGE)
+        raise NarrowgateError(f"gate --replicas: found {replicas}, expected a divisor of the {place.ranks} ranks")
     names: list[str] = []
     shown: list[Progress] = []
     out = Path(options.out or DEFAULT_OUT)
@@ -74,7 +79,7 @@ def gate_on_ranks(options: GateOptions, place: Place) -> NoReturn:
     limit = options.collective_timeout or DEFAULT_LIMIT
     watch, store = meet(place, limit, failed)
     try:
-        ranks = join(place, pick_device(options.device), limit, watch, store)
+        ranks = join(place, pick_device(options.device), limit, watch, store, replicas)
         code = _gate(options, ranks, out, names, shown)
         ranks.leave()
     except BaseException as error:

@@ -51,7 +51,7 @@ class _Running:
     """An arm that is sharded and warm."""
 
     step: StepFunction
-    #: None where the recipe reduces gradients itself, which nothing can stand in for.
+    #: None where the recipe reduces gradients itself or replicas do, which nothing can stand in for.
     switches: tuple[Switch, ...] | None
     wire: WireCount
 
@@ -78,7 +78,7 @@ def measure_distributed(
     """
     began = time.perf_counter()
     gpu = arms[0].device.type == "cuda"
-    payloads = planned_wire(arms[1].task, arms[1].device, plan, ranks.count)
+    payloads = planned_wire(arms[1].task, arms[1].device, plan, ranks.count, ranks.replicas)
     with honest_compilation():
         batches = stage(arms[0].batches(0)[0], arms[0].device, speed.steps_per_block if gpu else 1)
         running = []
@@ -115,6 +115,7 @@ def measure_distributed(
             arm.steady = False
     return DistributedRun(
         ranks=ranks.count,
+        replicas=ranks.replicas,
         transport="nccl" if gpu else "gloo",
         baseline=made[0],
         candidate=made[1],
@@ -127,8 +128,8 @@ def measure_distributed(
 def _ready(arm: RankArm, batches: Sequence[Any]) -> _Running:
     arm.steady = True
     train, model = arm.stepper(0), arm.module_in_place()
-    # With low-precision gradients FSDP2's own reduce-scatter is taken already.
-    switches = None if arm.reduces_itself else switch_collectives(model)
+    # With low-precision gradients FSDP2's own reduce-scatter is taken already; its all-reduce never is anybody's.
+    switches = None if arm.reduces_itself or arm.sends_beside_shards else switch_collectives(model)
     wire = WireCount()
     # Nothing compiles under a dispatch mode.
     with arm.eagerly():
@@ -142,8 +143,10 @@ def _on(step: Callable[[Any], None], batches: Sequence[Any]) -> StepFunction:
     return lambda i: step(batches[i % len(batches)])
 
 
-def planned_wire(task: Task, device: torch.device, plan: Plan, ranks: int) -> tuple[Payload, Payload]:
-    """Return what a step of ``ranks`` ranks sends in BF16, and as a candidate's plan says.
+def planned_wire(
+    task: Task, device: torch.device, plan: Plan, ranks: int, replicas: int = 1
+) -> tuple[Payload, Payload]:
+    """Return what a step of ``ranks`` ranks, in so many ``replicas``, sends in BF16, and as a candidate's plan says.
 
     Raises:
         NarrowgateError: a parameter that FSDP2 cannot shard, or a weight that could not be gathered as planned.
@@ -153,7 +156,7 @@ def planned_wire(task: Task, device: torch.device, plan: Plan, ranks: int) -> tu
     # Bytes do not depend on the links: any will do that join so many.
     links = example_topology()
     joined = links.model_copy(update={"domain": links.domain.model_copy(update={"gpus": ranks}), "zone": None})
-    wire = predict_wire(model, plan, Layout(ranks, ranks), joined, Sharding(joint_amaxes=True))
+    wire = predict_wire(model, plan, Layout(ranks, ranks // replicas), joined, Sharding(joint_amaxes=True))
     return wire.plain, wire.recipe
 
 

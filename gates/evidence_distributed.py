@@ -21,12 +21,14 @@ def distributed_level(m: Measurements, alpha: float) -> Level:
     if run is None:
         why = "this run had one process; `torchrun --nproc-per-node N -m narrowgate.gates gate ...` has several"
         return Level(status="not_measured", why=why, baseline=_BASELINE, scope="all ranks of one job")
+    layout = "" if run.replicas == 1 else f" in {run.replicas} replicas of {run.ranks // run.replicas}"
     scope = (
-        f"{run.ranks} ranks of one job over {run.transport}, FSDP2, each rank on its own rows; a step of the slowest"
-        " rank; bytes that one rank hands over in a step, counted at the collectives"
+        f"{run.ranks} ranks of one job{layout} over {run.transport}, FSDP2, each rank on its own rows; a step of the"
+        " slowest rank; bytes that one rank hands over in a step, counted at the collectives"
     )
     results: dict[str, Any] = {
         "ranks": run.ranks,
+        "replicas": run.replicas,
         "transport": run.transport,
         "times": times_note(m, run),
         "baseline": arm_results(run.baseline),
@@ -140,7 +142,9 @@ def distributed_lines(level: Level) -> list[str]:
     results = level.results
     gathered = results["payload_ratio"].get("all_gather")
     ratio = "" if gathered is None else f"; the candidate gathers {gathered:.3f} of the baseline's bytes"
-    lines = [f"{results['ranks']} ranks over {results['transport']}, times {results['times']}{ratio}"]
+    replicas = results.get("replicas", 1)
+    layout = "" if replicas == 1 else f" in {replicas} replicas"
+    lines = [f"{results['ranks']} ranks{layout} over {results['transport']}, times {results['times']}{ratio}"]
     for cells in arm_rows(level):
         parts = [f"{head} {cell}" for head, cell in zip(ARM_HEAD[1:], cells[1:], strict=True) if cell != "-"]
         lines.append(f"{cells[0]}: {', '.join(parts)}")

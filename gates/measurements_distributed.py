@@ -61,7 +61,7 @@ class RankTime(Record):
     """Milliseconds of an arm's step, of the slowest rank; medians over rounds in which all arms take turns."""
 
     ms: float
-    #: The same step with nothing on the wire; None where the recipe reduces gradients itself.
+    #: The same step with nothing on the wire; None where the recipe reduces gradients itself, or replicas do.
     local_ms: float | None
     #: A step of the whole model on one rank, on the rows of one rank; None where it does not fit.
     alone_ms: float | None
@@ -79,6 +79,8 @@ class DistributedRun(Record):
     """All ranks of one job."""
 
     ranks: int
+    #: Groups of ranks that hold a whole model each, in shards. Since minor 4.
+    replicas: int = 1
     transport: Literal["nccl", "gloo"]
     baseline: DistributedArm
     candidate: DistributedArm

@@ -120,6 +120,11 @@ class RankArm(Arm):
         """Whether the recipe reduces gradients in FSDP2's place."""
         return self._plan is not None and self._plan.reduce is not None
 
+    @property
+    def sends_beside_shards(self) -> bool:
+        """Whether gradients also travel between replicas."""
+        return self.job.replicas > 1
+
     def module_in_place(self) -> nn.Module:
         """Return the sharded model that was started last, as it is."""
         assert self._model is not None
@@ -163,7 +168,8 @@ class RankArm(Arm):
 
     def _fetched(self, noted: list[Tensor]) -> NDArray[np.float64]:
         found = self.job.sum(torch.stack(noted)).cpu().numpy()
-        return np.stack([found[:, 0] / self.job.count, np.sqrt(found[:, 1])], axis=1)
+        # Each replica has all of the gradients.
+        return np.stack([found[:, 0] / self.job.count, np.sqrt(found[:, 1] / self.job.replicas)], axis=1)
 
     def _dropout_seed(self, seed: int) -> int:
         # Ranks have rows of their own, and masks of their own; both arms have the same.
@@ -234,16 +240,19 @@ class RankJob(Job):
         return ranks.from_first(lambda: store.keep(arm, trained, note))
 
 
-def rank_store(store: SeedStore, ranks: int, transport: str) -> SeedStore:
-    """Return the store of trainings by so many ranks, which are no trainings of one process."""
-    content = hashlib.sha256(f"{store.content} {ranks} {transport}".encode()).hexdigest()
+def rank_store(store: SeedStore, ranks: Ranks) -> SeedStore:
+    """Return the store of trainings by a job's ranks, which are no trainings of one process."""
+    own = f"{store.content} {ranks.count} {ranks.transport}" + f" {ranks.replicas}" * (ranks.replicas > 1)
+    content = hashlib.sha256(own.encode()).hexdigest()
     return replace(store, content=content)
 
 
 def arithmetic_of(ranks: Ranks) -> str:
     """Say in what the baseline of a distributed run computes."""
     mode = "each unit under torch.compile" if ranks.transport == "nccl" else "eager"
-    return f"BF16 autocast, {mode}, FSDP2 on {ranks.count} ranks with BF16 payload"
+    shards = ranks.count // ranks.replicas
+    layout = "" if ranks.replicas == 1 else f" ({ranks.replicas} replicas of {shards} shard{'s' * (shards > 1)})"
+    return f"BF16 autocast, {mode}, FSDP2 on {ranks.count} ranks{layout} with BF16 payload"
 
 
 def merged(trained: Sequence[Trained]) -> Trained:

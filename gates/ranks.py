@@ -65,8 +65,10 @@ class Ranks:
 
     def __init__(self, place: Place, mesh: DeviceMesh, host: Any, watch: RankWatch, limit: float) -> None:
         self.rank, self.count = place.rank, place.ranks
-        #: All ranks, one dimension, on the device's backend.
+        #: All ranks, on the device's backend: of one dimension, or replicas of shards.
         self.mesh = mesh
+        #: Groups of ranks that hold a whole model each, in shards.
+        self.replicas = mesh.size(0) if mesh.ndim == 2 else 1
         self.watch = watch
         #: Seconds that a collective may take.
         self.limit = limit
@@ -106,7 +108,7 @@ class Ranks:
         """Add a tensor up over the ranks, in place, on the device's backend."""
         import torch.distributed as dist
 
-        dist.all_reduce(values, group=self.mesh.get_group())
+        dist.all_reduce(values)
         self.watch.tick()
         return values
 
@@ -158,7 +160,7 @@ def meet(place: Place, limit: float, failed: Callable[[str, int], None]) -> tupl
     return RankWatch(place.rank, peers, place.ranks, limit, failed), store
 
 
-def join(place: Place, device: str, limit: float, watch: RankWatch, store: Any) -> Ranks:
+def join(place: Place, device: str, limit: float, watch: RankWatch, store: Any, replicas: int = 1) -> Ranks:
     """Give this process its device and its collectives.
 
     Args:
@@ -167,6 +169,7 @@ def join(place: Place, device: str, limit: float, watch: RankWatch, store: Any) 
         limit: seconds that a collective may take.
         watch: of :func:`meet`.
         store: of :func:`meet`.
+        replicas: groups of ranks, of neighbours each, that hold a whole model in shards; divides the ranks.
 
     Raises:
         NarrowgateError: another device than rank 0's, or fewer GPUs than ranks on this host.
@@ -193,7 +196,10 @@ def join(place: Place, device: str, limit: float, watch: RankWatch, store: Any) 
         timeout=patience,
         device_id=own,
     )
-    mesh = init_device_mesh(device, (place.ranks,), mesh_dim_names=("shard",))
+    if replicas == 1:
+        mesh = init_device_mesh(device, (place.ranks,), mesh_dim_names=("shard",))
+    else:
+        mesh = init_device_mesh(device, (replicas, place.ranks // replicas), mesh_dim_names=("replica", "shard"))
     # What is no tensor travels between hosts, where a wait can be broken off.
     host = dist.new_group(backend="gloo", timeout=patience)
     return Ranks(place, mesh, host, watch, limit)

@@ -202,7 +202,7 @@ def _open_store(run: Run, task: Task, device: torch.device, ranks: Ranks | None)
     seed_generators(0)
     weights = weights_fingerprint(task.build_model().to(device))
     store = open_store(run.store, run.source, task, weights)
-    return store if ranks is None else rank_store(store, ranks.count, ranks.transport)
+    return store if ranks is None else rank_store(store, ranks)
 
 
 def _plan(task: Task, recipe: Recipe, backend: str | None, device: torch.device, ranks: Ranks | None) -> Plan:
@@ -214,7 +214,7 @@ def _plan(task: Task, recipe: Recipe, backend: str | None, device: torch.device,
     rows = _on_first(ranks, lambda: rows_for(recipe, task, model))
     plan = apply_recipe(model, recipe, backend=backend, rows=rows)
     if ranks is not None:
-        planned_wire(task, device, plan, ranks.count)
+        planned_wire(task, device, plan, ranks.count, ranks.replicas)
     return plan
 
 

@@ -38,7 +38,7 @@ def shard(
     Args:
         model: with its recipe, on the device; its units are replaced by compiled ones where ``compiled``.
         units: names of modules, as :func:`narrowgate.recipes.wire_units.default_units` finds them.
-        mesh: of one dimension.
+        mesh: of one dimension, or replicas beside shards.
         compiled: compile each unit by itself: FSDP2's hooks between them stay out of the graphs.
         ignored: what FSDP2 leaves alone.
     """

@@ -146,27 +146,27 @@ class Forks:
 
 @dataclass
 class Ranks:
-    """Two ranks of a gate, each a process of its own."""
+    """The ranks of a gate, two unless said, each a process of its own."""
 
     room: Path
     forks: Forks
     numbers: list[int] = field(default_factory=list)
     codes: dict[int, int] = field(default_factory=dict)
 
-    def start(self, *arguments: str, limit: float = LIMIT) -> None:
+    def start(self, *arguments: str, limit: float = LIMIT, count: int = 2) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         command = ["gate", *arguments, "--device", "cpu", "-q", "--collective-timeout", str(limit)]
-        for rank in range(2):
-            place = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        for rank in range(count):
+            place = {"RANK": str(rank), "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
             out, err = (str(self.room / f"{stream}{rank}") for stream in ("out", "err"))
             self.numbers.append(self.forks.ask(cwd=str(self.room), env=place, arguments=command, out=out, err=err))
 
     def end(self, *ranks: int) -> list[tuple[int, str, str]]:
-        """(exit code, standard output, standard error) of some ranks, of both without any."""
+        """(exit code, standard output, standard error) of some ranks, of all without any."""
         found = []
-        for rank in ranks or (0, 1):
+        for rank in ranks or range(len(self.numbers)):
             if rank not in self.codes:
                 self.codes[rank] = self.forks.ask(wait=self.numbers[rank])
             out, err = ((self.room / f"{stream}{rank}").read_text() for stream in ("out", "err"))
@@ -260,13 +260,15 @@ def reports(gated) -> dict[str, Report]:
     return {name: load_report(gated[0] / "reports" / name / "report.json") for name in ("codes", "plain")}
 
 
-def planned(room: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, int], dict[str, int]]:
+def planned(
+    room: Path, name: str, monkeypatch: pytest.MonkeyPatch, replicas: int = 1
+) -> tuple[dict[str, int], dict[str, int]]:
     """The bytes by collective of BF16 and of the recipe, from shapes alone."""
     monkeypatch.syspath_prepend(str(room))
     model = __import__("ranked").Ranker()
     sharding = Sharding(units=("tower.0", "tower.2"), joint_amaxes=True)
     plan = resolve(load_recipe(room / f"{name}.yaml"), model)
-    wire = predict_wire(model, plan, Layout(2, 2), example_topology(), sharding)
+    wire = predict_wire(model, plan, Layout(2 * replicas, 2), example_topology(), sharding)
     names = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
     plain, recipe = ({n: p.given(n) for n in names if p.given(n)} for p in (wire.plain, wire.recipe))
     return plain, recipe
@@ -285,6 +287,42 @@ def test_the_report_has_the_bytes_that_were_planned(gated, reports, name, monkey
     assert set(results["baseline"]["bytes"]["all_gather"]) == {"bfloat16"}
     assert ("uint8" in results["candidate"]["bytes"]["all_gather"]) == (name == "codes")
     assert results["payload_ratio"]["all_gather"] == recipe["all_gather"] / bf16["all_gather"]
+
+
+def test_a_gate_of_replicas_counts_what_travels_within_and_between_them(tmp_path, forks, reports, monkeypatch) -> None:
+    """Two replicas of two shards; the plan beside them is of the same layout, from shapes alone."""
+    ranks = Ranks(furnished(tmp_path), forks)
+    arguments = ("gather.yaml", "--task", "ranked:good", "--seeds", "2", "--steps", "8", "--replicas", "2")
+    try:
+        ranks.start(*arguments, count=4)
+        ended = ranks.end()
+    finally:
+        ranks.kill()
+    assert [code for code, _, _ in ended] == [3] * 4, ended[0][2]
+    report = load_report(tmp_path / "reports" / "report.json")
+    run, results = report.measurements.distributed, report.evidence.distributed.results
+    assert (run.ranks, run.replicas, results["replicas"]) == (4, 2, 2)
+    bf16, recipe = planned(tmp_path, "gather", monkeypatch, replicas=2)
+    assert (run.baseline.wire.counted_bytes(), run.candidate.wire.counted_bytes()) == (bf16, recipe)
+    assert bf16["all_reduce"] == bf16["reduce_scatter"] // 2
+    assert recipe["all_gather"] < bf16["all_gather"]
+    assert not [reason for reason in report.reasons if reason.code == "wire_ignored"]
+    # Nothing stands in for an all-reduce.
+    assert results["candidate"]["local_ms"] is results["baseline"]["exposed_ms"] is None
+    assert "2 replicas of 2 shards" in (tmp_path / "reports" / "report.md").read_text()
+    # The norm of the mean gradient of 4 batches in one process, which BF16 on the way moves a little.
+    monkeypatch.syspath_prepend(str(tmp_path))
+    task = __import__("ranked").good()
+    torch.manual_seed(0)
+    model = task.build_model()
+    optimizer, batches, norms = task.optimizer(model), task.train_batches(0), []
+    for step in range(8):
+        optimizer.zero_grad()
+        for batch in batches[4 * step : 4 * step + 4]:
+            (task.loss(model, batch) / 4).backward()
+        norms.append(float(nn.utils.get_total_norm(p.grad for p in model.parameters() if p.grad is not None)))
+        optimizer.step()
+    assert report.measurements.seeds[0].baseline.stability.max_gradient_norm == pytest.approx(max(norms), rel=0.02)
 
 
 def test_times_on_a_cpu_are_there_and_judge_nothing(reports) -> None:

@@ -55,6 +55,7 @@ BAD_INPUT = [
     (["validate", "all-fp8.yaml", "--require-native", "h300"], "unknown device 'h300'"),
     (["validate", "all-fp8.yaml", "--output-format", "xml"], "found 'xml', expected text, github, json"),
     (["gate", "all-fp8.yaml", "--collective-timeout", "inf"], "--collective-timeout"),
+    (["gate", "all-fp8.yaml", "--replicas", "2"], "gate --replicas divides the ranks of a job: start it with torchrun"),
     (["search", "--minutes", "inf"], "--minutes"),
     (["search", "--minutes", "nan"], "--minutes"),
     (["nonsense"], "nonsense"),

@@ -62,6 +62,13 @@ def test_what_runs_in_one_process_is_refused_on_several(option, monkeypatch, nar
     assert (code, err) == (2, f"narrowgate: gate {option} runs in one process: start it without torchrun\n")
 
 
+def test_replicas_divide_the_ranks(monkeypatch, narrowgate) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    code, _, err = narrowgate("gate", "bf16", "--replicas", "3")
+    assert (code, err) == (2, "narrowgate: gate --replicas: found 3, expected a divisor of the 4 ranks\n")
+
+
 def test_a_launcher_that_left_something_out_is_told(monkeypatch, narrowgate) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
