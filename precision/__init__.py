@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .errors import NarrowgateError, NotBuiltError, SpecError
     from .formats import FORMATS, ElementFormat, Format, get_format
     from .grouped import GroupedLinear
+    from .kernels.tuning import autotune
     from .layer import end_step, share_amaxes
     from .linear import LowPrecisionLinear, lower_linear, restore_linear
     from .matmul import MatMul
@@ -43,7 +44,7 @@ _HOMES = {
     "QuantizedTensor": "quantization", "quantize": "quantization",
     "Shard": "stochastic", "call_key": "stochastic", "stream_key": "stochastic",
     "Spec": "spec", "as_spec": "spec",
-    "WireCount": "wire", "reduce_amaxes": "sharding",
+    "autotune": "kernels.tuning", "WireCount": "wire", "reduce_amaxes": "sharding",
     "install_reduction": "reduction", "reduction_errors": "reduction",
 }  # fmt: skip
 
@@ -71,6 +72,7 @@ __all__ = [
     "TensorMetrics",
     "WireCount",
     "as_spec",
+    "autotune",
     "call_key",
     "current_device",
     "end_step",

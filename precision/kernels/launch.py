@@ -11,26 +11,24 @@ allocate the results and to pass pointers to kernels that are compiled already.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from ..cast_operators import granularity_code, matrix, operand_sizes, overflow
-from ..rounding import torch_dtype
-from ..spec import Spec
+from ..cast_operators import granularity_code, matrix, overflow
 from ..stochastic import random_bits
+from . import tuning
 from .cast import amax_kernel, cast_kernel, scale_kernel
+from .operands import NO_LIMIT, RMS_LIMIT, Operand, allocate, sizes
 from .program import Program, tile_function
 
 #: Triton's interpreter converts to FP8 by truncation: there every rounding is done by steps.
 _INTERPRETED = triton.knobs.runtime.interpret
 _NEAREST, _PHILOX, _GIVEN = 0, 1, 2
-_NO_LIMIT, _GIVEN_LIMIT, _RMS_LIMIT = 0, 1, 2
-#: Rows and columns of a tile, the most tiles a program takes, and warps.
+#: Rows and columns of a tile, the most tiles a program takes, and warps; where no choice is known (see ``tuning``).
 AMAX_TILE = (64, 128, 64, 4)
 CAST_TILE = (32, 128, 1, 4)
 #: With a history each program ends in a fence, so there are fewer of them.
@@ -41,24 +39,6 @@ BLOCK_TILE, PROGRAM_BLOCK_TILE = (128, 128, 1, 4), (128, 128, 1, 8)
 #: a program takes several.
 _AMAX_PROGRAMS, _CAST_PROGRAMS = 512, 2048
 CACHED = 4096
-
-
-@dataclass(frozen=True)
-class Operand:
-    """What one operand is cast to, and which of its optional inputs there are."""
-
-    spec: Spec
-    given_bits: bool = False
-    #: The magnitude at which values are clipped is given: a percentile must be, a multiple of the RMS need not.
-    given_limit: bool = False
-
-    @property
-    def clip(self) -> tuple[int, float]:
-        """How a kernel finds that magnitude, and the multiple of the RMS."""
-        if self.given_limit:
-            return _GIVEN_LIMIT, 0.0
-        assert self.spec.clip_p is None, "a percentile is given"
-        return (_NO_LIMIT, 0.0) if self.spec.clip_rms is None else (_RMS_LIMIT, float(self.spec.clip_rms))
 
 
 class Launch:
@@ -97,6 +77,7 @@ class _Cast:
         same: bool,
         history: int | None,
         recording: bool,
+        tiles: Mapping[str, tuning.Tile] | None = None,
     ) -> None:
         self.program, self.rows, self.columns, self.same = program, rows, columns, same
         self.count, self.width = matrix(leaves, program)
@@ -107,9 +88,11 @@ class _Cast:
         self.as_they_are = all(a is b for a, b in zip(flat, leaves, strict=True))
         self.row_aligned = all(s % 8 == 0 for s, kind in zip(self.strides, program.leaves, strict=True) if kind == "mn")
         second = rows if same else columns
-        self.codes = _sizes(rows, self.shape, 1)
-        self.turned = _sizes(second, self.shape, 0)
+        self.codes = sizes(rows, self.shape, 1)
+        self.turned = sizes(second, self.shape, 0)
         self.empty = self.shape[0] * self.shape[1] == 0
+        #: Tiles by kernel where they are not the usual ones; and each kernel's question, with its usual tile.
+        self.tiles, self.questions = tiles or {}, []
         if not self.empty:
             self._decide(leaves, history, recording)
 
@@ -121,27 +104,30 @@ class _Cast:
         padded = 0 if history is None else triton.next_power_of_2(history)
         self.history_length = history or 0
 
-        bm, bn, loop, warps = self._tile(AMAX_TILE, _AMAX_PROGRAMS)
+        bm, bn, loop, warps = self._tile(self.tiles.get("amax", AMAX_TILE), _AMAX_PROGRAMS)
         grid = (triton.cdiv(self.count, bm * loop), triton.cdiv(self.width, bn))
         even = self.count % (bm * loop) == 0 and self.width % bn == 0
         by_tensor, by_row, by_column = "tensor" in granularities, granularities[0] == "row", granularities[1] == "row"
-        squares = any(operand is not None and operand.clip[0] == _RMS_LIMIT for operand in operands)
+        squares = any(operand is not None and operand.clip[0] == RMS_LIMIT for operand in operands)
         #: Partial maxima lie one after the other in one buffer: of the tensor, by row, by column; then sums of squares.
         self.parts = (grid[0] * grid[1], grid[1] * self.program.pieces, grid[0])
-        sizes = (
+        lengths = (
             self.parts[0] if by_tensor else 0,
             self.parts[1] * self.count if by_row else 0,
             self.parts[2] * self.shape[1] if by_column else 0,
             2 * self.parts[0] if squares else 0,
         )
         # Each begins on a multiple of 16 bytes, as compiled kernels rely on, and none is empty.
-        *self.offsets, self.scratch = itertools.accumulate((size + 7) // 4 * 4 for size in sizes)
+        *self.offsets, self.scratch = itertools.accumulate((size + 7) // 4 * 4 for size in lengths)
         self.amax = None
         if by_tensor or by_row or by_column or squares:
             constants = {**common, "BY_TENSOR": by_tensor, "BY_ROW": by_row, "BY_COLUMN": by_column,
                          "SQUARES": squares, "HISTORY": padded, "ALIGNED": self.row_aligned, "EVEN": even,
                          "BM": bm, "BN": bn, "LOOP": loop}  # fmt: skip
             self.amax = Launch(amax_kernel, grid, warps, constants)
+            # With a scale from a history the kernel returns at once, whatever its tile.
+            if history is None or squares:
+                self.questions.append((self._question("amax", leaves, history, recording), AMAX_TILE))
         self.row_scales = [
             None if not wanted else _scale_launch(operand, size, part)
             for wanted, operand, size, part in zip(
@@ -152,9 +138,11 @@ class _Cast:
         blocked = any(spec.block is not None for spec in specs)
         if self.program.pieces > 1 and blocked:
             assert self.width % 128 == 0, "blocks do not reach over two results"
-        bm, bn, loop, warps = self._tile(self._cast_tile(blocked, history is not None), _CAST_PROGRAMS)
+        usual = self._cast_tile(blocked, history is not None)
+        bm, bn, loop, warps = self._tile(self.tiles.get("cast", usual), _CAST_PROGRAMS)
         even = self.count % (bm * loop) == 0 and self.width % bn == 0
         self.modes = [self._random_mode(operand) for operand in operands]
+        self.questions.append((self._question("cast", leaves, history, recording), usual))
         constants = dict(common)
         for prefix, operand, mode in zip("RC", operands, self.modes, strict=True):
             spec = None if operand is None else operand.spec
@@ -166,7 +154,7 @@ class _Cast:
                 f"{prefix}_MANTISSA": element.mantissa_bits,
                 f"{prefix}_BIAS": element.bias,
                 f"{prefix}_POW2": bool(spec and spec.pow2),
-                f"{prefix}_CLIP": operand.clip[0] if operand is not None else _NO_LIMIT,
+                f"{prefix}_CLIP": operand.clip[0] if operand is not None else NO_LIMIT,
                 f"{prefix}_RMS": operand.clip[1] if operand is not None else 0.0,
             }
         constants |= {
@@ -176,6 +164,31 @@ class _Cast:
         }  # fmt: skip
         grid = (triton.cdiv(self.count, bm * loop), triton.cdiv(self.width, bn))
         self.cast = Launch(cast_kernel, grid, warps, constants)
+
+    def _question(self, kernel: str, leaves: Sequence[Tensor], history: int | None, recording: bool) -> tuning.Question:
+        second = self.rows if self.same else self.columns
+        return tuning.Question(
+            kernel=kernel,
+            program=str(self.program),
+            rows=str(self.rows or ""),
+            columns="=" if self.same else str(self.columns or ""),
+            leaves=" ".join(str(leaf.dtype).removeprefix("torch.") for leaf in leaves),
+            history="" if history is None else f"{history}{' recording' * recording}",
+            layout=f"{'aligned' * self.row_aligned} {'even' * (self.count % 128 == self.width % 128 == 0)}",
+            shape=(triton.next_power_of_2(self.count), self.width),
+            blocks=tuple(
+                any(o is not None and o.blocked(dim, of) for of, o in ((1, self.rows), (0, second))) for dim in (1, 0)
+            ),
+        )
+
+    def launched_tiles(self) -> dict[str, tuning.Tile]:
+        """Return rows, columns, tiles a program and warps of each kernel over the values."""
+        kernels = {"amax": self.amax, "cast": self.cast} if not self.empty else {}
+        return {
+            name: (k.constants["BM"], k.constants["BN"], k.constants["LOOP"], k.warps)
+            for name, k in kernels.items()
+            if k is not None
+        }
 
     def _cast_tile(self, blocked: bool, history: bool) -> tuple[int, int, int, int]:
         if blocked:
@@ -238,7 +251,7 @@ class _Cast:
         nothing = None
         if self.codes is None or self.turned is None or self.same:
             nothing = torch.empty(0, dtype=torch.float8_e4m3fn, device=device)
-        return *_allocate(device, self.codes, nothing), *_allocate(device, self.turned, nothing, scaled=not self.same)
+        return *allocate(device, self.codes, nothing), *allocate(device, self.turned, nothing, scaled=not self.same)
 
     def _again(self, flat: Any, tensors: Any, limits: Any, keys: Any, bits: Any, state: Any) -> bool:
         """Launch what is compiled already; False where it is not, or relies on aligned addresses that are not."""
@@ -303,6 +316,7 @@ class _Cast:
 
 
 _casts: dict[Any, _Cast] = {}
+_last: list[_Cast] = []
 
 
 def launch_cast(
@@ -336,13 +350,43 @@ def launch_cast(
     """
     layouts = tuple((leaf.shape, leaf.stride(), leaf.dtype, leaf.device) for leaf in leaves)
     length = None if state is None else state[0].numel()
-    key = (program, layouts, rows, columns, same, length, recording)
+    key = (program, layouts, rows, columns, same, length, recording, tuning.autotune())
     found = _casts.get(key)
     if found is None:
         if len(_casts) >= CACHED:
             _casts.clear()
-        found = _casts[key] = _Cast(Program.parse(program), leaves, rows, columns, same, length, recording)
+
+        def make(tiles: Mapping[str, tuning.Tile] | None = None) -> _Cast:
+            return _Cast(Program.parse(program), leaves, rows, columns, same, length, recording, tiles)
+
+        found, final = _tuned(make, leaves, (limits, keys, bits), state)
+        if final:
+            _casts[key] = found
+    _last[:] = [found]
     return found.run(leaves, limits, keys, bits, state, into)
+
+
+def last_tiles() -> dict[str, tuning.Tile]:
+    """Return rows, columns, tiles a program and warps of the kernels ``amax`` and ``cast`` of the last launch."""
+    return _last[0].launched_tiles() if _last else {}
+
+
+def _tuned(
+    make: Callable[..., _Cast], leaves: Sequence[Tensor], inputs: tuple[Any, Any, Any], state: Sequence[Tensor] | None
+) -> tuple[_Cast, bool]:
+    """A cast with the tiles that are known or measured for it, and whether it stays so."""
+    usual = make()
+    if usual.empty or _INTERPRETED:
+        return usual, True
+
+    def prepare(tiles: Mapping[str, tuning.Tile]) -> Callable[[], Any]:
+        cast = make(tiles)
+        # Measuring writes to copies: no history learns of it.
+        copies = None if state is None else [tensor.clone() for tensor in state]
+        return lambda: cast.run(leaves, *inputs, copies)
+
+    tiles, final = tuning.choose(leaves[0].device, usual.questions, prepare)
+    return make(tiles) if tiles else usual, final
 
 
 def _scale_launch(operand: Operand | None, size: int, parts: int) -> tuple[Launch, int, int]:
@@ -376,23 +420,3 @@ def flatten(leaf: Tensor, kind: str, leaves: Sequence[Tensor]) -> tuple[Any, int
     if leaf.is_contiguous():
         return as_it_is, 0
     return lambda leaf: leaf.contiguous(), 0
-
-
-def _sizes(operand: Operand | None, shape: tuple[int, int], dim: int) -> Any:
-    """(size and dtype of the codes, size of the scales) of an operand, None where there is none."""
-    if operand is None:
-        return None
-    return operand_sizes(operand.spec, shape, dim), torch_dtype(operand.spec.fmt.element)
-
-
-def _allocate(
-    device: torch.device, sizes: Any, nothing: Tensor | None, *, scaled: bool = True
-) -> tuple[Tensor, Tensor]:
-    if sizes is None:
-        assert nothing is not None
-        return nothing, nothing.new_empty(0, dtype=torch.float32)
-    (codes, scale), dtype = sizes
-    return (
-        torch.empty(codes, dtype=dtype, device=device),
-        torch.empty(scale if scaled else 0, dtype=torch.float32, device=device),
-    )
