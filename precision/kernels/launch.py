@@ -33,7 +33,7 @@ AMAX_TILE = (64, 128, 64, 4)
 CAST_TILE = (32, 128, 1, 4)
 #: With a history each program ends in a fence, so there are fewer of them.
 HISTORY_TILE = (32, 128, 4, 4)
-#: Blocks of 128 need tiles of 128; a program of some length needs the registers of more warps.
+#: Blocks of 128 need tiles of 128; a program of some length, or random bits, need the registers of more warps.
 BLOCK_TILE, PROGRAM_BLOCK_TILE = (128, 128, 1, 4), (128, 128, 1, 8)
 #: Programs that keep every multiprocessor of a large GPU busy several times over: where there are more tiles than that,
 #: a program takes several.
@@ -192,7 +192,8 @@ class _Cast:
 
     def _cast_tile(self, blocked: bool, history: bool) -> tuple[int, int, int, int]:
         if blocked:
-            return PROGRAM_BLOCK_TILE if self.program.instructions else BLOCK_TILE
+            stochastic = any(operand is not None and operand.spec.sr for operand in (self.rows, self.columns))
+            return PROGRAM_BLOCK_TILE if self.program.instructions or stochastic else BLOCK_TILE
         return HISTORY_TILE if history else CAST_TILE
 
     def _tile(self, tile: tuple[int, int, int, int], programs: int) -> tuple[int, int, int, int]:

@@ -89,6 +89,8 @@ def encode(x, bits, largest: tl.constexpr, mantissa: tl.constexpr, bias: tl.cons
     """
     if mode == NEAREST and not stepwise:
         return x.to(dtype)
+    if not stepwise:
+        return _carry(x, bits, mantissa, bias).to(dtype)
     clamped = tl.minimum(tl.maximum(x, -largest, tl.PropagateNan.ALL), largest, tl.PropagateNan.ALL)
     exponent = tl.maximum(clamped.to(tl.int32, bitcast=True) & 0x7F800000, (128 - bias) << 23)
     step = exponent - (mantissa << 23)
@@ -105,6 +107,26 @@ def encode(x, bits, largest: tl.constexpr, mantissa: tl.constexpr, bias: tl.cons
     sign = clamped.to(tl.int32, bitcast=True) & -0x80000000
     signed = (rounded.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
     return tl.where(clamped == clamped, signed, clamped).to(dtype)
+
+
+@triton.jit
+def _carry(x, bits, mantissa: tl.constexpr, bias: tl.constexpr):
+    """FP32 ``x`` rounded stochastically to a value that the format holds, or to one beyond its largest.
+
+    What the format drops, plus (bits + 1/2) / 2**16 of its step, carries into what it keeps where the reference's
+    comparison rounds up: one integer addition. At a scale where the format's subnormal numbers are FP32's, the same
+    bits are dropped for both kinds.
+    """
+    unit: tl.constexpr = 2.0 ** (bias - 127)
+    # Towards zero, so that no bit below the FP32 subnormals' last rounds the fraction up; any NaN is 0x7FFFFFFF.
+    small = tl.inline_asm_elementwise(
+        "mul.rz.f32 $0, $1, $2;", "=f,f,f", [x, unit], dtype=tl.float32, is_pure=True, pack=1
+    ).to(tl.int32, bitcast=True)
+    # A NaN of few bits, which no carry turns into a number. Negative numbers are smaller: their sign bit is set.
+    small = tl.minimum(small, 0x7FC00000)
+    threshold = ((bits.to(tl.uint32) << 16) | 0x8000) >> (9 + mantissa)
+    kept = (small + threshold.to(tl.int32, bitcast=True)) & -(1 << (23 - mantissa))
+    return kept.to(tl.float32, bitcast=True) * (2.0 ** (127 - bias))
 
 
 @triton.jit
