@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -192,19 +193,21 @@ def test_nothing_moves_unless_asked_and_compilers_keep_both_apart(monkeypatch: p
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("accumulate", ["fast", "accurate"])
-def test_on_a_gpu_a_compiled_layer_is_the_eager_one_but_for_a_rounding(accumulate: str) -> None:
+def test_on_a_gpu_a_compiled_layer_is_as_near_the_exact_one_as_the_eager_one(accumulate: str) -> None:
     row = Spec.parse("fp8_e4m3/row")
     torch.manual_seed(0)
     eager = nn.Sequential(nn.Linear(256, 512, bias=False), nn.SiLU(), nn.Linear(512, 256, bias=False)).cuda()
+    exact = copy.deepcopy(eager)
     for name in ("0", "2"):
         lower_linear(eager.get_submodule(name), LinearConfig(*[GemmConfig(row, row, accumulate)] * 3), name=name)
     assert layer_state(eager[0]).here.kind == "cuda"
     compiled = torch.compile(eager, fullgraph=True)
     found = []
-    for run in (eager, compiled):
+    for run in (exact, eager, compiled):
         x = values(4096, 256).cuda().requires_grad_()
         y = run(x)
-        grads = torch.autograd.grad(y.square().mean(), [x, *eager.parameters()])
+        grads = torch.autograd.grad(y.square().mean(), [x, *run.parameters()])
         found.append([y, *grads])
-    for a, b in zip(*found, strict=True):
-        assert (a.float() - b.float()).norm() < 0.02 * a.float().norm()
+    # A code apart here and there, where a value lay next to a tie: no further from the truth.
+    for true, a, b in zip(*found, strict=True):
+        assert (b.float() - true).norm() < 1.1 * (a.float() - true).norm() < 0.2 * true.norm()
