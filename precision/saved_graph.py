@@ -2,10 +2,10 @@
 
 What a compiled region saves is decided by AOTAutograd's partitioner, long after Python ran. This pass runs right after
 it: a value that leaves the forward graph for the backward one alone is quantized where it is computed, its codes and
-scales leave instead, and the backward graph begins with dequantizing them. Both are plain PyTorch operations, which
-Inductor fuses with what computes the value and with what reads it. Which nodes belong to a model whose recipe says so,
-and the format, stand in their annotations (:class:`narrowgate.precision.saved.SavedForward`); the rest of a graph, as a
-loss, is left alone.
+scales leave instead, and the backward graph dequantizes them where a gradient first meets them
+(:mod:`narrowgate.precision.saved_order`). Both are plain PyTorch operations, which Inductor fuses with what computes
+the value and with what reads it. Which nodes belong to a model whose recipe says so, and the format, stand in their
+annotations (:class:`narrowgate.precision.saved.SavedForward`); the rest of a graph, as a loss, is left alone.
 
 The rules are those of eager mode (:mod:`narrowgate.precision.saved`), read off the graph:
 
@@ -33,6 +33,7 @@ from torch import Tensor, fx
 from torch._functorch.compile_utils import fx_graph_cse
 from torch._functorch.partitioners import must_recompute
 from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
+from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -40,6 +41,7 @@ from . import saved_marks
 from .fusion import STANDS
 from .saved import ANNOTATION, DTYPES, decode_saved, encode_saved, within
 from .saved_formats import pays, saved_bytes
+from .saved_order import after, dependent, first_reader, gradient_to_await
 from .spec import Spec
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -111,7 +113,7 @@ class _Inputs:
 
 def _take_marks(joint: fx.Graph) -> None:
     """Remove the marks of operands, and note in ``meta`` those that forward makes and no recompute repeats."""
-    late = _dependent(joint)
+    late = dependent(joint)
     for node in joint.find_nodes(op="call_function", target=torch.ops.narrowgate.kept_operand.default):
         source = node.args[0]
         assert isinstance(source, fx.Node)
@@ -142,22 +144,12 @@ def _remove_outputs(forward: fx.Graph, position: int, count: int) -> None:
         output.meta["desc"] = [*told[:position], *told[position + count :]]
 
 
-def _dependent(graph: fx.Graph) -> set[fx.Node]:
-    """What a gradient leads to."""
-    found: set[fx.Node] = set()
-    for node in graph.nodes:
-        tangent = node.op == "placeholder" and "tangents" in node.name
-        if tangent or any(source in found for source in node.all_input_nodes):
-            found.add(node)
-    return found
-
-
 def _choose(forward: fx.Graph, backward: fx.Graph, outputs: int, known: _Inputs) -> dict[fx.Node, Spec]:
     """The saved nodes of the forward graph that are worth quantizing, each with its format."""
     leaving = _leaving(forward)
     saved = [node for node in leaving[outputs:] if isinstance(node, fx.Node)]
     read = {node.name: node for node in backward.find_nodes(op="placeholder")}
-    flowing, late = _activations(forward, known), _dependent(backward)
+    flowing, late = _activations(forward, known), dependent(backward)
     found: dict[fx.Node, Spec] = {}
     for node in saved:
         text, value = _spec_text(node), node.meta.get("val")
@@ -264,7 +256,7 @@ def _values(node: fx.Node) -> list[Tensor]:
 
 
 def _replace(forward: fx.Graph, backward: fx.Graph, node: fx.Node, spec: Spec, outputs: int) -> None:
-    """Have ``node`` leave the forward graph as codes and scales, and backward begin with its values."""
+    """Have ``node`` leave the forward graph as codes and scales, and backward make its values of them, in time."""
     value = node.meta["val"]
     parts = _inline(forward, node.next, lambda x: encode_saved(x, spec, kernels=False), [node])
     (output,) = forward.find_nodes(op="output")
@@ -284,17 +276,22 @@ def _replace(forward: fx.Graph, backward: fx.Graph, node: fx.Node, spec: Spec, o
             entry = backward.placeholder(f"{node.name}_{part.name}")
             entry.meta = {"val": part.meta["val"]}
             arriving.append(entry)
-    first = next(entry for entry in backward.nodes if entry.op != "placeholder")
+    gradient = gradient_to_await(backward, read, dependent(backward))
 
     def decode(*kept: Tensor) -> list[Tensor]:
-        values = decode_saved(kept, spec, value.dtype)
+        values = decode_saved(kept[: len(parts)], spec, value.dtype)
+        if gradient is not None:
+            values = after(values, kept[-1])
         if values.stride() != value.stride():
             values = prims.inductor_force_stride_order.default(values, value.stride())
         return [values]
 
-    (values,) = _inline(backward, first, decode, arriving)
+    awaited = [] if gradient is None else [gradient]
+    (values,) = _inline(backward, first_reader(backward, read), decode, [*arriving, *awaited])
     read.replace_all_uses_with(values)
     backward.erase_node(read)
+    # What backward makes again out of saved values alone may stand before the gradient, and now waits for it too.
+    stable_topological_sort(backward)
 
 
 def _inline(graph: fx.Graph, before: fx.Node, function: Any, inputs: Sequence[fx.Node]) -> list[fx.Node]:
@@ -377,9 +374,11 @@ class SavedPartitioner(CustomPartitionerFn):
 
         Those come with an operator in the graph, see :mod:`narrowgate.precision.saved_marks`.
         """
-        from . import grouping, quantization, saved, saved_formats, scaling
+        from . import grouping, quantization, saved, saved_formats, saved_order, scaling
 
-        files = tuple(str(module.__file__) for module in (saved, saved_formats, quantization, grouping, scaling))
+        files = tuple(
+            str(module.__file__) for module in (saved, saved_formats, saved_order, quantization, grouping, scaling)
+        )
         own = get_hash_for_files((__file__, *files))
         if self.before is None:
             return own
