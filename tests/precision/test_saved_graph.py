@@ -359,9 +359,9 @@ def test_blocks_of_norm_and_gate_take_less_memory_at_their_peak():
         return torch.cuda.max_memory_allocated() - before
 
     plain, kept = peak(None), peak("fp8_e4m3/row")
-    # The peak is in the last block's backward, the first to run. Then are alive, in units of rows * hidden bytes: of each
-    # block gate and up (4), the sum that it adds to (0.5), codes of what its products multiply (0.25 and 1) and of its
-    # weights (0.75); of that backward the gradient in the gate (2), its codes (2), and two products (1): 31 in all. Codes
-    # of gate and up save 8 of them; those of the last block are values again by then (2).
+    # The peak is in the last block's backward, the first to run. Alive are then, in units of rows * hidden bytes: of
+    # each block gate and up (4), the sum that it adds to (0.5), codes of what its products multiply (0.25 and 1) and of
+    # its weights (0.75); of that backward the gradient in the gate (2), its codes (2), and two products (1): 31 in all.
+    # Codes of gate and up save 8 of them; those of the last block are values again by then (2).
     saved = 4 * 2 * rows * hidden
     assert kept < plain - 0.5 * saved
