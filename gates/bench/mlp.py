@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch._dynamo
 from torch import nn
 
 from ...precision.gemm import scaled_gemm
@@ -50,6 +51,11 @@ class MlpBenchmark:
 
     def run(self, case: str) -> list[dict[str, Any]]:
         """Measure a case of :data:`CASES` (on a CPU of :data:`CPU_CASES`), and return a row for each arm."""
+        # All arms share one forward's code: past Dynamo's limit of compilations the last ones would run uncompiled.
+        with torch._dynamo.config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True):
+            return self._measured(case)
+
+    def _measured(self, case: str) -> list[dict[str, Any]]:
         count, width, hidden = (CASES if self.gpu else CPU_CASES)[case]
         blocks = BLOCKS if self.gpu else CPU_BLOCKS
         torch.manual_seed(0)
