@@ -85,7 +85,7 @@ def test_so_do_replicas_of_shards(found, alone, case):
 
 @pytest.mark.parametrize("case", GATHERED)
 def test_layers_multiply_the_codes_of_the_whole_weight(found, training, case):
-    """Against the reference quantization of the whole, at each use in a step: forward, and backward where they serve."""
+    """The reference quantization of the whole, at each use in a step: forward, and backward where they serve."""
     assert_multiplied(found[2][case]["multiplied"], training.whole_codes(case))
     if case in found[4]:
         assert_multiplied(found[4][case]["multiplied"], training.whole_codes(case))

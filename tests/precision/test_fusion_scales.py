@@ -201,7 +201,7 @@ def test_on_a_gpu_a_compiled_layer_is_as_near_the_exact_one_as_the_eager_one(acc
     for name in ("0", "2"):
         lower_linear(eager.get_submodule(name), LinearConfig(*[GemmConfig(row, row, accumulate)] * 3), name=name)
     assert layer_state(eager[0]).here.kind == "cuda"
-    compiled = torch.compile(eager, fullgraph=True)
+    compiled: Any = torch.compile(eager, fullgraph=True)
     found = []
     for run in (exact, eager, compiled):
         x = values(4096, 256).cuda().requires_grad_()
