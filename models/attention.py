@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .config import GemConfig
-from .functional import ACTIVATION_FUNCTIONS, RMSNorm, linear, unit_rms
+from .functional import ACTIVATION_FUNCTIONS, EPS, RMSNorm, linear, unit_rms
 from .jagged import Rows, Window, even_rows
 from .jagged_operator import jagged_attention
 from .kernels.reference import Rules
@@ -60,35 +60,34 @@ def sequence_mask(length: int, n_summary: int, window: int | None, device: torch
     return mask
 
 
-def pointwise_attention_in_rows(
-    q: Tensor, k: Tensor, v: Tensor, queries: Rows, keys: Rows, config: GemConfig, *, causal: bool = False
+def attend_in_rows(
+    sources: Sequence[Tensor], layout: str, queries: Rows, keys: Rows, config: GemConfig, *, causal: bool = False
 ) -> Tensor:
     """Return what :func:`pointwise_attention` does of padded rows, without padding them.
 
     Args:
-        q: [Tq, d].
-        k: [Tk, d].
-        v: [Tk, d].
-        queries: the rows of ``q``.
-        keys: the rows of ``k`` and ``v``; their width is what sums are divided by.
+        sources: queries [Tq, d], keys and values [Tk, d] as projections put them out.
+        layout: what each source holds, as :func:`narrowgate.models.jagged_operator.jagged_attention` takes it.
+        queries: the rows of the queries.
+        keys: the rows of keys and values; their width is what sums are divided by.
         config: heads, activation, and with ``causal`` the window of :func:`sequence_mask`.
         causal: queries and keys are the same tokens, and see no later ones.
 
     Returns:
-        [Tq, d] in the type of ``v``; zeros outside of the rows.
+        [Tq, d] in the type of the sources; zeros outside of the rows.
     """
-    query, key, value = (t.unflatten(-1, (config.heads, -1)) for t in (q, k, v))
     rules = Rules(
         max_q=queries.width,
         max_kv=keys.width,
         activation=config.activation,
-        scale=query.shape[-1] ** -0.5,
+        scale=(config.d // config.heads) ** -0.5,
         norm=float(keys.width),
         causal=causal,
         window=(config.window or 0) if causal else 0,
         n_summary=config.n_summary if causal else 0,
+        eps=EPS,
     )
-    return jagged_attention(unit_rms(query), unit_rms(key), value, queries.offsets, keys.offsets, rules).flatten(1)
+    return jagged_attention(sources, queries.offsets, keys.offsets, rules, heads=config.heads, layout=layout)
 
 
 class Pooling(nn.Module):
@@ -105,10 +104,9 @@ class Pooling(nn.Module):
         """[T, d] -> [B, n_pma, d]."""
         kv = self.kv(self.norm(tokens))
         if not isinstance(window, Window):
-            k, v = kv.chunk(2, -1)
-            q = self.seeds.to(k.dtype).repeat(window.batch, 1)
-            queries = even_rows(window.batch, self.config.n_pma, k.device)
-            return pointwise_attention_in_rows(q, k, v, queries, window, self.config).unflatten(0, (window.batch, -1))
+            q = self.seeds.to(kv.dtype).repeat(window.batch, 1)
+            queries = even_rows(window.batch, self.config.n_pma, kv.device)
+            return attend_in_rows([q, kv], "q|kv", queries, window, self.config).unflatten(0, (window.batch, -1))
         k, v = window.pad(kv).chunk(2, -1)
         q = self.seeds.to(k.dtype).expand(window.batch, -1, -1)
         activation = ACTIVATION_FUNCTIONS[self.config.activation]
@@ -159,8 +157,7 @@ class SequenceArch(nn.Module):
         config = self.config
         if not isinstance(window, Window):
             keys = even_rows(window.batch, config.pffn_tokens, q.device)
-            k, v = kv.flatten(0, 1).chunk(2, -1)
-            return pointwise_attention_in_rows(q, k, v, window, keys, config)
+            return attend_in_rows([q, kv.flatten(0, 1)], "q|kv", window, keys, config)
         activation = ACTIVATION_FUNCTIONS[config.activation]
         k, v = kv.chunk(2, -1)
         return window.flatten(pointwise_attention(window.pad(q), k, v, heads=config.heads, activation=activation))
@@ -169,8 +166,7 @@ class SequenceArch(nn.Module):
         """Values, queries and keys [T, 3 d] -> [T, d], each token over what :func:`sequence_mask` shows it."""
         config = self.config
         if not isinstance(window, Window):
-            v, q, k = vqk.chunk(3, -1)
-            return pointwise_attention_in_rows(q, k, v, window, window, config, causal=True)
+            return attend_in_rows([vqk], "vqk", window, window, config, causal=True)
         activation = ACTIVATION_FUNCTIONS[config.activation]
         v, q, k = window.pad(vqk).chunk(3, -1)
         mask = sequence_mask(window.width, config.n_summary, config.window, vqk.device)

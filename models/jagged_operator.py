@@ -1,10 +1,13 @@
 """The operator through which compilers see attention over jagged rows: ``narrowgate::jagged_attention``.
 
-``jagged_attention(q, k, v, q_offsets, kv_offsets, max_q, max_kv, activation, scale, norm, causal, window, n_summary)``
-computes ``activation(scale · q kᵀ) v / norm`` for q [Tq, H, dh] and k, v [Tk, H, dh], whose rows are
-``offsets[b]:offsets[b + 1]``; the remaining arguments are :class:`narrowgate.models.kernels.reference.Rules`. On a GPU
-it launches Triton kernels, elsewhere it is their reference. ``jagged_attention_backward`` takes the output's gradient
-in front and returns those of q, k and v; it has none of its own.
+``jagged_attention(sources, layout, heads, q_offsets, kv_offsets, max_q, max_kv, activation, scale, norm, causal,
+window, n_summary, eps)`` computes ``activation(scale · q kᵀ) v / norm`` for queries [Tq, H, dh] and keys and values
+[Tk, H, dh], whose rows are ``offsets[b]:offsets[b + 1]``. They come as they lie in what projections put out: ``layout``
+names what each source holds side by side, ``"q|k|v"``, ``"q|kv"`` or ``"vqk"``. The arguments from ``max_q`` on are
+:class:`narrowgate.models.kernels.reference.Rules`, without defaults: tensor lists and defaults do not go together in
+PyTorch's custom gradients. On a GPU it launches Triton kernels, elsewhere it is their reference. Besides the output it
+returns inverse root mean squares for ``jagged_attention_backward``, which returns the gradients of the sources, each
+written once, where it belongs; it has no gradient of its own.
 
 Both tell :mod:`torch.utils.flop_counter` how much they multiply: whoever looks at operations sees no products inside.
 """
@@ -12,6 +15,7 @@ Both tell :mod:`torch.utils.flop_counter` how much they multiply: whoever looks 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -23,16 +27,22 @@ from ..precision.errors import NarrowgateError
 from .config import MAX_JAGGED_HEAD
 from .kernels.reference import ACTIVATIONS, Rules, reference_backward, reference_forward
 
+#: What sources may hold, in this order.
+LAYOUTS = ("q|k|v", "q|kv", "vqk")
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _RULES = (
-    "int max_q, int max_kv, str activation, float scale, float norm, bool causal=False, int window=0, int n_summary=0"
+    "int max_q, int max_kv, str activation, float scale, float norm, bool causal, int window, int n_summary, float? eps"
 )
-_INPUTS = f"Tensor q, Tensor k, Tensor v, Tensor q_offsets, Tensor kv_offsets, {_RULES}"
+_OFFSETS = "Tensor q_offsets, Tensor kv_offsets"
 
 _LIBRARY = torch.library.Library("narrowgate", "FRAGMENT")
-_LIBRARY.define(f"jagged_attention({_INPUTS}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 _LIBRARY.define(
-    f"jagged_attention_backward(Tensor grad, {_INPUTS}) -> (Tensor, Tensor, Tensor)",
+    f"jagged_attention(Tensor[] sources, str layout, int heads, {_OFFSETS}, {_RULES}) -> (Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_LIBRARY.define(
+    "jagged_attention_backward(Tensor grad, Tensor[] sources, Tensor q_inverse, Tensor k_inverse, str layout, "
+    f"int heads, {_OFFSETS}, {_RULES}) -> Tensor[]",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -43,12 +53,38 @@ def _interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, *rules: Any) -> Rules:
-    if q.dim() != 3 or k.shape != v.shape or k.dim() != 3 or q.shape[1:] != k.shape[1:]:
-        shapes = ", ".join(str(list(x.shape)) for x in (q, k, v))
-        raise NarrowgateError(f"jagged_attention takes q [Tq, H, dh] and k, v [Tk, H, dh], found {shapes}")
-    if not q.dtype == k.dtype == v.dtype:
-        raise NarrowgateError(f"jagged_attention takes one type, found {q.dtype}, {k.dtype}, {v.dtype}")
+def _parts(sources: Sequence[Tensor], layout: str, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Views [T, H, dh] of q, k and v in ``sources``."""
+    found = {}
+    for source, names in zip(sources, layout.split("|"), strict=True):
+        for name, part in zip(names, source.chunk(len(names), -1), strict=True):
+            found[name] = part.unflatten(-1, (heads, -1))
+    return found["q"], found["k"], found["v"]
+
+
+def _check(
+    sources: Sequence[Tensor], layout: str, heads: int, q_offsets: Tensor, kv_offsets: Tensor, *rules: Any
+) -> Rules:
+    if layout not in LAYOUTS:
+        raise NarrowgateError(f"jagged_attention: layout is one of {', '.join(LAYOUTS)}, found '{layout}'")
+    names = layout.split("|")
+    flat = len(sources) == len(names) and all(source.dim() == 2 for source in sources)
+    width = sources[0].shape[1] // len(names[0]) if flat else 0
+    fits = (
+        flat
+        and all(source.shape[1] == width * len(part) for source, part in zip(sources, names, strict=True))
+        and width % heads == 0
+        and (layout != "q|k|v" or sources[1].shape[0] == sources[2].shape[0])
+    )
+    if not fits:
+        shapes = ", ".join(str(list(x.shape)) for x in sources)
+        expected = ", ".join(f"[T, {len(part)} d]" if len(part) > 1 else "[T, d]" for part in names)
+        raise NarrowgateError(
+            f"jagged_attention takes sources {expected} for '{layout}', d a multiple of {heads} heads, as many keys as "
+            f"values; found {shapes}"
+        )
+    if len({source.dtype for source in sources}) > 1:
+        raise NarrowgateError(f"jagged_attention takes one type, found {', '.join(str(x.dtype) for x in sources)}")
     if q_offsets.dim() != 1 or q_offsets.shape != kv_offsets.shape:
         raise NarrowgateError(
             f"jagged_attention takes offsets [B + 1] of one B, found {list(q_offsets.shape)}, {list(kv_offsets.shape)}"
@@ -63,51 +99,80 @@ def _check(q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tenso
     return made
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, *rules: Any) -> Tensor:
+def _side_by_side(x: Tensor) -> Tensor:
+    """``x`` with a token's elements side by side; a chunk of a projection stays where it is."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _forward(
+    sources: Sequence[Tensor], layout: str, heads: int, q_offsets: Tensor, kv_offsets: Tensor, *rules: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     from .kernels.launch import launch_forward
 
-    made = _check(q, k, v, q_offsets, kv_offsets, *rules)
-    _check_kernel(q)
-    return launch_forward(q, k, v, q_offsets, kv_offsets, made)
-
-
-def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, *rules: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    from .kernels.launch import launch_backward
-
-    return launch_backward(grad, q, k, v, q_offsets, kv_offsets, Rules(*rules))
-
-
-def _check_kernel(q: Tensor) -> None:
+    made = _check(sources, layout, heads, q_offsets, kv_offsets, *rules)
+    q, k, v = _parts([_side_by_side(x) for x in sources], layout, heads)
     if q.dtype not in _KERNEL_DTYPES or q.shape[2] > MAX_JAGGED_HEAD:
         raise NarrowgateError(
             f"jagged_attention's kernels take BF16, FP16 and FP32 with heads up to {MAX_JAGGED_HEAD} wide, found"
             f" {q.dtype} with heads of {q.shape[2]}"
         )
+    out, *inverses = launch_forward(q, k, v, q_offsets, kv_offsets, made)
+    return out.flatten(1), inverses[0], inverses[1]
 
 
-def _forward_on_cpu(q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, *rules: Any) -> Tensor:
+def _backward(
+    grad: Tensor, sources: Sequence[Tensor], q_inverse: Tensor, k_inverse: Tensor, layout: str, heads: int,
+    q_offsets: Tensor, kv_offsets: Tensor, *rules: Any,
+) -> list[Tensor]:  # fmt: skip
+    from .kernels.launch import launch_backward
+
+    q, k, v = _parts([_side_by_side(x) for x in sources], layout, heads)
+    found = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in sources]
+    into, above = _parts(found, layout, heads), grad.unflatten(-1, (heads, -1))
+    launch_backward(above, q, k, v, (q_inverse, k_inverse), q_offsets, kv_offsets, Rules(*rules), into)
+    return found
+
+
+def _forward_on_cpu(
+    sources: Sequence[Tensor], layout: str, heads: int, q_offsets: Tensor, kv_offsets: Tensor, *rules: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     if _interpreted():
-        return _forward(q, k, v, q_offsets, kv_offsets, *rules)
-    return reference_forward(q, k, v, q_offsets, kv_offsets, _check(q, k, v, q_offsets, kv_offsets, *rules))
+        return _forward(sources, layout, heads, q_offsets, kv_offsets, *rules)
+    made = _check(sources, layout, heads, q_offsets, kv_offsets, *rules)
+    parts = _parts(sources, layout, heads)
+    out = reference_forward(*parts, q_offsets, kv_offsets, made)
+    # The reference's backward finds them anew.
+    return out.flatten(1), *_no_inverses(*parts[:2], made)
 
 
 def _backward_on_cpu(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, *rules: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad: Tensor, sources: Sequence[Tensor], q_inverse: Tensor, k_inverse: Tensor, layout: str, heads: int,
+    q_offsets: Tensor, kv_offsets: Tensor, *rules: Any,
+) -> list[Tensor]:  # fmt: skip
     if _interpreted():
-        return _backward(grad, q, k, v, q_offsets, kv_offsets, *rules)
-    return reference_backward(grad, q, k, v, q_offsets, kv_offsets, Rules(*rules))
+        return _backward(grad, sources, q_inverse, k_inverse, layout, heads, q_offsets, kv_offsets, *rules)
+    above, parts = grad.unflatten(-1, (heads, -1)), _parts(sources, layout, heads)
+    gradients = reference_backward(above, *parts, q_offsets, kv_offsets, Rules(*rules))
+    by_name = dict(zip("qkv", gradients, strict=True))
+    return [torch.cat([by_name[name].flatten(1) for name in names], -1) for names in layout.split("|")]
 
 
-def _forward_fake(q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, *rules: Any) -> Tensor:
-    _check(q, k, v, q_offsets, kv_offsets, *rules)
-    return q.new_empty(q.shape)
+def _no_inverses(q: Tensor, k: Tensor, rules: Rules) -> tuple[Tensor, Tensor]:
+    shapes = [x.shape[:2] if rules.eps is not None else (0,) for x in (q, k)]
+    first, second = (q.new_zeros(shape, dtype=torch.float32) for shape in shapes)
+    return first, second
 
 
-def _backward_fake(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+def _forward_fake(
+    sources: Sequence[Tensor], layout: str, heads: int, q_offsets: Tensor, kv_offsets: Tensor, *rules: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    made = _check(sources, layout, heads, q_offsets, kv_offsets, *rules)
+    q, k, _ = _parts(sources, layout, heads)
+    return q.new_empty(q.shape[0], q.shape[1] * q.shape[2]), *_no_inverses(q, k, made)
+
+
+def _backward_fake(grad: Tensor, sources: Sequence[Tensor], *others: Any) -> list[Tensor]:
+    return [x.new_empty(x.shape) for x in sources]
 
 
 for _name, _on_gpu, _on_cpu, _fake in (
@@ -119,14 +184,22 @@ for _name, _on_gpu, _on_cpu, _fake in (
     torch.library.register_fake(f"narrowgate::{_name}", _fake, lib=_LIBRARY)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:5])
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    sources, ctx.layout, ctx.heads, *offsets = inputs[:5]
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*sources, *output[1:], *offsets)
     ctx.rules = inputs[5:]
 
 
-def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    found = torch.ops.narrowgate.jagged_attention_backward(grad, *ctx.saved_tensors, *ctx.rules)
-    return (*found, *(None for _ in range(2 + len(ctx.rules))))
+def _gradients(ctx: Any, grad: Tensor | None, *others: None) -> tuple[Any, ...]:
+    *sources, q_inverse, k_inverse, q_offsets, kv_offsets = ctx.saved_tensors
+    found: list[Tensor | None] = [None] * len(sources)
+    if grad is not None:
+        found = torch.ops.narrowgate.jagged_attention_backward(
+            grad, sources, q_inverse, k_inverse, ctx.layout, ctx.heads, q_offsets, kv_offsets, *ctx.rules
+        )
+    return (found, *(None for _ in range(4 + len(ctx.rules))))
 
 
 torch.library.register_autograd("narrowgate::jagged_attention", _gradients, setup_context=_save, lib=_LIBRARY)
@@ -158,55 +231,64 @@ def seen_pairs(queries: Tensor, keys: Tensor, rules: Rules) -> Tensor:
     return pairs + (seen(m, None) - seen(free, None)) - (seen(m, window) - seen(free, window))
 
 
-def _flops(products: int, q: Tensor, q_offsets: Tensor, kv_offsets: Tensor, k: Tensor, rules: tuple[Any, ...]) -> int:
+def _flops(
+    products: int, sources: Sequence[Tensor], layout: str, q_offsets: Tensor, kv_offsets: Tensor, rules: tuple[Any, ...]
+) -> int:
     """FLOPs of ``products`` matrix products over all seen pairs; an addition and a multiplication are two."""
     rows = q_offsets.shape[0] - 1
     if q_offsets.is_meta:
         # Without values: as if all rows were equally long.
-        queries, keys = (torch.full((rows,), x.shape[0] // max(rows, 1)) for x in (q, k))
+        queries, keys = (torch.full((rows,), x.shape[0] // max(rows, 1)) for x in (sources[0], sources[-1]))
     else:
         queries, keys = q_offsets.diff(), kv_offsets.diff()
-    return 2 * products * q.shape[1] * q.shape[2] * int(seen_pairs(queries, keys, Rules(*rules)).sum())
+    width = sources[0].shape[1] // len(layout.split("|")[0])
+    return 2 * products * width * int(seen_pairs(queries, keys, Rules(*rules)).sum())
 
 
 @register_flop_formula(torch.ops.narrowgate.jagged_attention, get_raw=True)
 def _forward_flops(
-    q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, *rules: Any, out_val: Any = None
-) -> int:
-    return _flops(2, q, q_offsets, kv_offsets, k, rules)
+    sources: Sequence[Tensor], layout: str, heads: int, q_offsets: Tensor, kv_offsets: Tensor, *rules: Any,
+    out_val: Any = None,
+) -> int:  # fmt: skip
+    return _flops(2, sources, layout, q_offsets, kv_offsets, rules)
 
 
 @register_flop_formula(torch.ops.narrowgate.jagged_attention_backward, get_raw=True)
 def _backward_flops(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, *rules: Any,
-    out_val: Any = None,
+    grad: Tensor, sources: Sequence[Tensor], q_inverse: Tensor, k_inverse: Tensor, layout: str, heads: int,
+    q_offsets: Tensor, kv_offsets: Tensor, *rules: Any, out_val: Any = None,
 ) -> int:  # fmt: skip
     # Two a product of the forward. Kernels compute scores and their gradients anew, which is not counted.
-    return _flops(4, q, q_offsets, kv_offsets, k, rules)
+    return _flops(4, sources, layout, q_offsets, kv_offsets, rules)
 
 
 #: For lists of operations, as selective checkpointing takes them.
 OPERATOR: Any = torch.ops.narrowgate.jagged_attention.default
 
 
-def jagged_attention(q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, rules: Rules) -> Tensor:
-    """Return ``activation(scale · q kᵀ) v / norm`` over jagged rows, differentiable in ``q``, ``k`` and ``v``.
+def jagged_attention(
+    sources: Sequence[Tensor], q_offsets: Tensor, kv_offsets: Tensor, rules: Rules, *, heads: int, layout: str = "q|k|v"
+) -> Tensor:
+    """Return ``activation(scale · q kᵀ) v / norm`` over jagged rows, differentiable in ``sources``.
 
     Args:
-        q: [Tq, H, dh]; BF16, FP16 or FP32 with dh up to 128 where kernels run it, any type elsewhere.
-        k: [Tk, H, dh] of the same type.
-        v: [Tk, H, dh] of the same type; may be a chunk of a wider projection.
+        sources: what holds queries, keys and values, of one type: BF16, FP16 or FP32 with heads up to 128 wide where
+            kernels run it, any type elsewhere. Each may be a chunk of something wider.
         q_offsets: [B + 1] int64, from 0, never falling: row b has the queries ``q_offsets[b]:q_offsets[b + 1]``.
         kv_offsets: [B + 1] int64.
         rules: which of them count, and what is computed.
+        heads: H; divides d.
+        layout: ``"q|k|v"`` for three sources [Tq, d], [Tk, d], [Tk, d]; ``"q|kv"`` for [Tq, d] and [Tk, 2 d], keys in
+            front; ``"vqk"`` for one [T, 3 d] that holds values, queries and keys.
 
     Returns:
-        [Tq, H, dh]; zeros for queries of no row.
+        [Tq, d]; zeros for queries of no row.
 
     Raises:
         NarrowgateError: shapes, types or rules that do not fit.
     """
-    return OPERATOR(
-        q, k, v, q_offsets, kv_offsets, rules.max_q, rules.max_kv, rules.activation, rules.scale, rules.norm,
-        rules.causal, rules.window, rules.n_summary,
+    out, *_ = OPERATOR(
+        list(sources), layout, heads, q_offsets, kv_offsets, rules.max_q, rules.max_kv, rules.activation, rules.scale,
+        rules.norm, rules.causal, rules.window, rules.n_summary, rules.eps,
     )  # fmt: skip
+    return out

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ...models.attention import pointwise_attention, pointwise_attention_in_rows, sequence_mask
+from ...models.attention import attend_in_rows, pointwise_attention, sequence_mask
 from ...models.config import GemConfig
 from ...models.functional import ACTIVATION_FUNCTIONS
 from ...models.jagged import Jagged, Rows, even_rows
@@ -125,7 +125,7 @@ class Case:
 
     def jagged(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """As the model has it with ``attention="jagged"``."""
-        return pointwise_attention_in_rows(q, k, v, self.queries, self.keys, self.config, causal=self.causal)
+        return attend_in_rows([q, k, v], "q|k|v", self.queries, self.keys, self.config, causal=self.causal)
 
     def padded(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """As the model has it with ``attention="padded"``."""

@@ -6,6 +6,10 @@ padding, no tile outside of the causal range or the window, no atomic addition, 
 computes the scores anew in both of its kernels, seven products in all where atomic additions would need five; nothing
 of the size of the scores is ever in memory.
 
+With UNIT, queries and keys are divided by their root mean square without being written anew: a score is q·k over both,
+so the products take the tokens as they lie, and what they give is multiplied by the inverses. Those of keys come from
+``attention_inverse_rms_kernel``; those of queries the forward kernel finds on its way, and backward reads both.
+
 Activations are zero at zero. So positions past a row's end, which load as zeros, add nothing and need no mask;
 only tiles that the causal diagonal or the window's edge crosses are masked element by element.
 """
@@ -77,6 +81,40 @@ def _store(base, first, at, count, x, stride, DH: tl.constexpr, BD: tl.constexpr
     d = tl.arange(0, BD)
     rows = base + first * stride + at[:, None] * stride + d[None, :]
     tl.store(rows, x.to(base.dtype.element_ty), mask=(at < count)[:, None] & (d < DH)[None, :])
+
+
+@triton.jit
+def _load_inverse(inverse, first, at, count, HEADS: tl.constexpr):
+    """Inverse root mean squares of a tile's tokens, of one head; zeros past the row's end."""
+    return tl.load(inverse + (first + at) * HEADS, mask=at < count, other=0.0)
+
+
+@triton.jit
+def _inverse_rms(x, eps, DH: tl.constexpr):
+    """1 / √(mean x² + eps) of each token [BM, BD], FP32; elements past the head's width are zeros."""
+    wide = x.to(tl.float32)
+    return tl.rsqrt(tl.sum(wide * wide, 1) * (1.0 / DH) + eps)
+
+
+@triton.jit
+def _through_rms(grad, x, inverse, DH: tl.constexpr):
+    """The gradient of ``x`` for that of ``x`` over its root mean square, all FP32."""
+    y = x.to(tl.float32) * inverse[:, None]
+    return (grad - y * (tl.sum(grad * y, 1) * (1.0 / DH))[:, None]) * inverse[:, None]
+
+
+@triton.jit
+def attention_inverse_rms_kernel(
+    x, inverse, stride, head_stride, tokens, eps,
+    HEADS: tl.constexpr, DH: tl.constexpr, BD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """``inverse`` [T, H], FP32, of x [T, H, dh]; a program takes ``BLOCK`` heads of tokens."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    d = tl.arange(0, BD)
+    inside = at < tokens * HEADS
+    place = at // HEADS * stride + at % HEADS * head_stride
+    values = tl.load(x + place[:, None] + d[None, :], mask=inside[:, None] & (d < DH)[None, :], other=0.0)
+    tl.store(inverse + at, _inverse_rms(values, eps, DH), mask=inside)
 
 
 @triton.jit
@@ -158,14 +196,19 @@ def _queries_of(
 
 @triton.jit
 def _forward_tile(
-    acc, query, i, j0, k, v, first, queries, keys, k_stride, v_stride, scale, window, limited,
-    MASKED: tl.constexpr, WINDOWED: tl.constexpr, ACTIVATION: tl.constexpr, DH: tl.constexpr, BD: tl.constexpr,
-    BN: tl.constexpr, PRECISION: tl.constexpr,
+    acc, query, i, j0, k, v, first, queries, keys, k_stride, v_stride, scale, of_queries, k_inverse, window, limited,
+    MASKED: tl.constexpr, WINDOWED: tl.constexpr, UNIT: tl.constexpr, ACTIVATION: tl.constexpr, HEADS: tl.constexpr,
+    DH: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     j = j0 + tl.arange(0, BN)
     key = _load(k, first, j, keys, k_stride, DH, BD)
     value = _load(v, first, j, keys, v_stride, DH, BD)
-    scores, _ = _activate(tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale, ACTIVATION)
+    scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)
+    if UNIT:
+        scores *= (of_queries * scale)[:, None] * _load_inverse(k_inverse, first, j, keys, HEADS)[None, :]
+    else:
+        scores *= scale
+    scores, _ = _activate(scores, ACTIVATION)
     if MASKED:
         scores = tl.where(_visible(i[:, None], j[None, :], keys - queries, window, limited, WINDOWED), scores, 0.0)
     return tl.dot(scores.to(value.dtype), value, acc, input_precision=PRECISION)
@@ -173,12 +216,15 @@ def _forward_tile(
 
 @triton.jit
 def attention_forward_kernel(
-    q, k, v, out, q_offsets, kv_offsets, q_stride, q_head, k_stride, k_head, v_stride, v_head, rows, sweepers, q_tokens,
-    kv_tokens, tiles, max_q, max_kv, scale, inverse_norm, window, n_summary,
-    ACTIVATION: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, HEADS: tl.constexpr, DH: tl.constexpr,
-    BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, v, out, q_inverse, k_inverse, q_offsets, kv_offsets, q_stride, q_head, k_stride, k_head, v_stride, v_head,
+    rows, sweepers, q_tokens, kv_tokens, tiles, max_q, max_kv, scale, inverse_norm, window, n_summary, eps,
+    ACTIVATION: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, UNIT: tl.constexpr, HEADS: tl.constexpr,
+    DH: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """``out`` [Tq, H, dh], contiguous; strides of the inputs are those of tokens and of heads, in elements."""
+    """``out`` [Tq, H, dh], contiguous; strides of the inputs are those of tokens and of heads, in elements.
+
+    With UNIT, ``k_inverse`` [Tk, H] is read and ``q_inverse`` [Tq, H] written, for the queries that count.
+    """
     tile, head, row = _place(tiles, HEADS)
     if CAUSAL:
         # The latest queries see the most: they start first.
@@ -193,34 +239,52 @@ def attention_forward_kernel(
         v += head * v_head
         i = i0 + tl.arange(0, BM)
         query = _load(q + head * q_head, first, i, queries, q_stride, DH, BD)
+        of_queries = tl.full([BM], 1.0, tl.float32)
+        if UNIT:
+            k_inverse += head
+            of_queries = _inverse_rms(query, eps, DH)
+            tl.store(q_inverse + (first + i) * HEADS + head, of_queries, mask=i < queries)
         limited = queries - n_summary
         low, inner, outer, high = _keys_of(
             i0, tl.minimum(i0 + BM, queries), queries, keys, window, n_summary, CAUSAL, WINDOWED, BN
         )
         acc = tl.zeros([BM, BD], tl.float32)
         for j0 in range(inner, outer, BN):
-            acc = _forward_tile(acc, query, i, j0, k, v, first_key, queries, keys, k_stride, v_stride, scale, window,
-                                limited, False, WINDOWED, ACTIVATION, DH, BD, BN, PRECISION)  # fmt: skip
+            acc = _forward_tile(
+                acc, query, i, j0, k, v, first_key, queries, keys, k_stride, v_stride, scale, of_queries, k_inverse,
+                window, limited, False, WINDOWED, UNIT, ACTIVATION, HEADS, DH, BD, BN, PRECISION,
+            )  # fmt: skip
         if CAUSAL:
             before = tl.cdiv(inner - low, BN)
             for step in range(0, before + tl.cdiv(high - outer, BN)):
                 j0 = tl.where(step < before, low + step * BN, outer + (step - before) * BN)
-                acc = _forward_tile(acc, query, i, j0, k, v, first_key, queries, keys, k_stride, v_stride, scale,
-                                    window, limited, True, WINDOWED, ACTIVATION, DH, BD, BN, PRECISION)  # fmt: skip
+                acc = _forward_tile(
+                    acc, query, i, j0, k, v, first_key, queries, keys, k_stride, v_stride, scale, of_queries, k_inverse,
+                    window, limited, True, WINDOWED, UNIT, ACTIVATION, HEADS, DH, BD, BN, PRECISION,
+                )  # fmt: skip
         _store(out, first, i, queries, acc * inverse_norm, HEADS * DH, DH, BD)
 
 
 @triton.jit
 def _query_gradient_tile(
-    acc, query, grad, i, j0, k, v, first, queries, keys, k_stride, v_stride, scale, window, limited,
-    MASKED: tl.constexpr, WINDOWED: tl.constexpr, ACTIVATION: tl.constexpr, DH: tl.constexpr, BD: tl.constexpr,
-    BN: tl.constexpr, PRECISION: tl.constexpr,
+    acc, query, grad, i, j0, k, v, first, queries, keys, k_stride, v_stride, scale, of_queries, k_inverse, window,
+    limited,
+    MASKED: tl.constexpr, WINDOWED: tl.constexpr, UNIT: tl.constexpr, ACTIVATION: tl.constexpr, HEADS: tl.constexpr,
+    DH: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     j = j0 + tl.arange(0, BN)
     key = _load(k, first, j, keys, k_stride, DH, BD)
     value = _load(v, first, j, keys, v_stride, DH, BD)
-    _, slope = _activate(tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale, ACTIVATION)
-    inner = tl.dot(grad, tl.trans(value), input_precision=PRECISION) * slope
+    scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)
+    inner = tl.dot(grad, tl.trans(value), input_precision=PRECISION)
+    if UNIT:
+        of_keys = _load_inverse(k_inverse, first, j, keys, HEADS)[None, :]
+        scores *= (of_queries * scale)[:, None] * of_keys
+        inner *= of_keys
+    else:
+        scores *= scale
+    _, slope = _activate(scores, ACTIVATION)
+    inner *= slope
     if MASKED:
         inner = tl.where(_visible(i[:, None], j[None, :], keys - queries, window, limited, WINDOWED), inner, 0.0)
     return tl.dot(inner.to(key.dtype), key, acc, input_precision=PRECISION)
@@ -228,18 +292,19 @@ def _query_gradient_tile(
 
 @triton.jit
 def attention_query_gradient_kernel(
-    q, k, v, grad, q_grad, q_offsets, kv_offsets, q_stride, q_head, k_stride, k_head, v_stride, v_head, grad_stride,
-    grad_head, rows, sweepers, q_tokens, kv_tokens, tiles, max_q, max_kv, scale, inverse_norm, window, n_summary,
-    ACTIVATION: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, HEADS: tl.constexpr, DH: tl.constexpr,
-    BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, v, grad, q_grad, q_inverse, k_inverse, q_offsets, kv_offsets, q_stride, q_head, k_stride, k_head, v_stride,
+    v_head, grad_stride, grad_head, q_grad_stride, rows, sweepers, q_tokens, kv_tokens, tiles, max_q, max_kv, scale,
+    inverse_norm, window, n_summary,
+    ACTIVATION: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, UNIT: tl.constexpr, HEADS: tl.constexpr,
+    DH: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """``q_grad`` [Tq, H, dh], contiguous."""
+    """``q_grad`` [Tq, H, dh], whose heads lie side by side."""
     tile, head, row = _place(tiles, HEADS)
     if CAUSAL:
         tile = tiles - 1 - tile
     begin, first, queries = _row(q_offsets, row, rows, max_q, q_tokens)
     q_grad += head * DH
-    _clear(q_grad, begin, (first - begin).to(tl.int32), tile, tiles, row, rows, sweepers, HEADS * DH, DH, BD, BM)
+    _clear(q_grad, begin, (first - begin).to(tl.int32), tile, tiles, row, rows, sweepers, q_grad_stride, DH, BD, BM)
     i0 = tile * BM
     if i0 < queries:
         _, first_key, keys = _row(kv_offsets, row, rows, max_kv, kv_tokens)
@@ -248,37 +313,55 @@ def attention_query_gradient_kernel(
         i = i0 + tl.arange(0, BM)
         query = _load(q + head * q_head, first, i, queries, q_stride, DH, BD)
         above = _load(grad + head * grad_head, first, i, queries, grad_stride, DH, BD)
+        of_queries = tl.full([BM], 1.0, tl.float32)
+        if UNIT:
+            k_inverse += head
+            of_queries = _load_inverse(q_inverse + head, first, i, queries, HEADS)
         limited = queries - n_summary
         low, inner, outer, high = _keys_of(
             i0, tl.minimum(i0 + BM, queries), queries, keys, window, n_summary, CAUSAL, WINDOWED, BN
         )
         acc = tl.zeros([BM, BD], tl.float32)
         for j0 in range(inner, outer, BN):
-            acc = _query_gradient_tile(acc, query, above, i, j0, k, v, first_key, queries, keys, k_stride, v_stride,
-                                       scale, window, limited, False, WINDOWED, ACTIVATION, DH, BD, BN,
-                                       PRECISION)  # fmt: skip
+            acc = _query_gradient_tile(
+                acc, query, above, i, j0, k, v, first_key, queries, keys, k_stride, v_stride, scale, of_queries,
+                k_inverse, window, limited, False, WINDOWED, UNIT, ACTIVATION, HEADS, DH, BD, BN, PRECISION,
+            )  # fmt: skip
         if CAUSAL:
             before = tl.cdiv(inner - low, BN)
             for step in range(0, before + tl.cdiv(high - outer, BN)):
                 j0 = tl.where(step < before, low + step * BN, outer + (step - before) * BN)
-                acc = _query_gradient_tile(acc, query, above, i, j0, k, v, first_key, queries, keys, k_stride, v_stride,
-                                           scale, window, limited, True, WINDOWED, ACTIVATION, DH, BD, BN,
-                                           PRECISION)  # fmt: skip
-        _store(q_grad, first, i, queries, acc * (scale * inverse_norm), HEADS * DH, DH, BD)
+                acc = _query_gradient_tile(
+                    acc, query, above, i, j0, k, v, first_key, queries, keys, k_stride, v_stride, scale, of_queries,
+                    k_inverse, window, limited, True, WINDOWED, UNIT, ACTIVATION, HEADS, DH, BD, BN, PRECISION,
+                )  # fmt: skip
+        acc *= scale * inverse_norm
+        if UNIT:
+            acc = _through_rms(acc, query, of_queries, DH)
+        _store(q_grad, first, i, queries, acc, q_grad_stride, DH, BD)
 
 
 @triton.jit
 def _key_gradient_tile(
-    of_key, of_value, key, value, j, i0, q, grad, first, queries, keys, q_stride, grad_stride, scale, window, limited,
-    MASKED: tl.constexpr, WINDOWED: tl.constexpr, ACTIVATION: tl.constexpr, DH: tl.constexpr, BD: tl.constexpr,
-    BM: tl.constexpr, PRECISION: tl.constexpr,
+    of_key, of_value, key, value, j, i0, q, grad, first, queries, keys, q_stride, grad_stride, scale, of_keys,
+    q_inverse, window, limited,
+    MASKED: tl.constexpr, WINDOWED: tl.constexpr, UNIT: tl.constexpr, ACTIVATION: tl.constexpr, HEADS: tl.constexpr,
+    DH: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     i = i0 + tl.arange(0, BM)
     query = _load(q, first, i, queries, q_stride, DH, BD)
     above = _load(grad, first, i, queries, grad_stride, DH, BD)
     # Keys by queries: what both sums contract over is then the second axis already.
-    scores, slope = _activate(tl.dot(key, tl.trans(query), input_precision=PRECISION) * scale, ACTIVATION)
-    inner = tl.dot(value, tl.trans(above), input_precision=PRECISION) * slope
+    scores = tl.dot(key, tl.trans(query), input_precision=PRECISION)
+    inner = tl.dot(value, tl.trans(above), input_precision=PRECISION)
+    if UNIT:
+        of_queries = _load_inverse(q_inverse, first, i, queries, HEADS)[None, :]
+        scores *= (of_keys * scale)[:, None] * of_queries
+        inner *= of_queries
+    else:
+        scores *= scale
+    scores, slope = _activate(scores, ACTIVATION)
+    inner *= slope
     if MASKED:
         seen = _visible(i[None, :], j[:, None], keys - queries, window, limited, WINDOWED)
         scores = tl.where(seen, scores, 0.0)
@@ -290,20 +373,23 @@ def _key_gradient_tile(
 
 @triton.jit
 def attention_key_gradient_kernel(
-    q, k, v, grad, k_grad, v_grad, q_offsets, kv_offsets, q_stride, q_head, k_stride, k_head, v_stride, v_head,
-    grad_stride, grad_head, rows, sweepers, q_tokens, kv_tokens, tiles, max_q, max_kv, scale, inverse_norm, window,
-    n_summary,
-    ACTIVATION: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, HEADS: tl.constexpr, DH: tl.constexpr,
-    BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, v, grad, k_grad, v_grad, q_inverse, k_inverse, q_offsets, kv_offsets, q_stride, q_head, k_stride, k_head,
+    v_stride, v_head, grad_stride, grad_head, k_grad_stride, v_grad_stride, rows, sweepers, q_tokens, kv_tokens, tiles,
+    max_q, max_kv, scale, inverse_norm, window, n_summary,
+    ACTIVATION: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, UNIT: tl.constexpr, HEADS: tl.constexpr,
+    DH: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """``k_grad`` and ``v_grad`` [Tk, H, dh], contiguous; a program walks with BN keys over BM queries at a time."""
+    """``k_grad`` and ``v_grad`` [Tk, H, dh], whose heads lie side by side.
+
+    A program walks with BN keys over BM queries at a time.
+    """
     tile, head, row = _place(tiles, HEADS)
     begin, first, keys = _row(kv_offsets, row, rows, max_kv, kv_tokens)
     k_grad += head * DH
     v_grad += head * DH
     uncounted = (first - begin).to(tl.int32)
-    _clear(k_grad, begin, uncounted, tile, tiles, row, rows, sweepers, HEADS * DH, DH, BD, BN)
-    _clear(v_grad, begin, uncounted, tile, tiles, row, rows, sweepers, HEADS * DH, DH, BD, BN)
+    _clear(k_grad, begin, uncounted, tile, tiles, row, rows, sweepers, k_grad_stride, DH, BD, BN)
+    _clear(v_grad, begin, uncounted, tile, tiles, row, rows, sweepers, v_grad_stride, DH, BD, BN)
     j0 = tile * BN
     if j0 < keys:
         _, first_query, queries = _row(q_offsets, row, rows, max_q, q_tokens)
@@ -312,6 +398,10 @@ def attention_key_gradient_kernel(
         j = j0 + tl.arange(0, BN)
         key = _load(k + head * k_head, first, j, keys, k_stride, DH, BD)
         value = _load(v + head * v_head, first, j, keys, v_stride, DH, BD)
+        of_keys = tl.full([BN], 1.0, tl.float32)
+        if UNIT:
+            q_inverse += head
+            of_keys = _load_inverse(k_inverse + head, first, j, keys, HEADS)
         limited = queries - n_summary
         low, inner, outer, high, summaries = _queries_of(
             j0, tl.minimum(j0 + BN, keys), queries, keys, window, n_summary, CAUSAL, WINDOWED, BM
@@ -321,7 +411,7 @@ def attention_key_gradient_kernel(
         for i0 in range(inner, outer, BM):
             of_key, of_value = _key_gradient_tile(
                 of_key, of_value, key, value, j, i0, q, grad, first_query, queries, keys, q_stride, grad_stride, scale,
-                window, limited, False, WINDOWED, ACTIVATION, DH, BD, BM, PRECISION,
+                of_keys, q_inverse, window, limited, False, WINDOWED, UNIT, ACTIVATION, HEADS, DH, BD, BM, PRECISION,
             )  # fmt: skip
         if CAUSAL:
             before = tl.cdiv(inner - low, BM)
@@ -331,7 +421,11 @@ def attention_key_gradient_kernel(
                 i0 = tl.where(step < near, i0, summaries + (step - near) * BM)
                 of_key, of_value = _key_gradient_tile(
                     of_key, of_value, key, value, j, i0, q, grad, first_query, queries, keys, q_stride, grad_stride,
-                    scale, window, limited, True, WINDOWED, ACTIVATION, DH, BD, BM, PRECISION,
+                    scale, of_keys, q_inverse, window, limited, True, WINDOWED, UNIT, ACTIVATION, HEADS, DH, BD, BM,
+                    PRECISION,
                 )  # fmt: skip
-        _store(k_grad, first, j, keys, of_key * (scale * inverse_norm), HEADS * DH, DH, BD)
-        _store(v_grad, first, j, keys, of_value * inverse_norm, HEADS * DH, DH, BD)
+        of_key *= scale * inverse_norm
+        if UNIT:
+            of_key = _through_rms(of_key, key, of_keys, DH)
+        _store(k_grad, first, j, keys, of_key, k_grad_stride, DH, BD)
+        _store(v_grad, first, j, keys, of_value * inverse_norm, v_grad_stride, DH, BD)

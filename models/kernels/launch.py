@@ -12,7 +12,12 @@ import torch
 import triton
 from torch import Tensor
 
-from .jagged_attention import attention_forward_kernel, attention_key_gradient_kernel, attention_query_gradient_kernel
+from .jagged_attention import (
+    attention_forward_kernel,
+    attention_inverse_rms_kernel,
+    attention_key_gradient_kernel,
+    attention_query_gradient_kernel,
+)
 from .reference import Rules
 
 
@@ -38,6 +43,8 @@ FP32_TILES = Tiles(16, 16, 4, 1)
 _LEAST = 16
 #: Rows' worth of programs that set to zero what lies behind the last row: up to one bound of a batch.
 SWEEPERS = 32
+#: Elements that a program of ``attention_inverse_rms_kernel`` reads.
+_INVERSE_ELEMENTS = 8192
 
 
 def tiles_for(kernel: str, head: int, dtype: torch.dtype, rules: Rules) -> Tiles:
@@ -50,36 +57,77 @@ def tiles_for(kernel: str, head: int, dtype: torch.dtype, rules: Rules) -> Tiles
     return Tiles(queries, keys, min(found.warps, 4) if own <= 64 else found.warps, found.stages)
 
 
-def launch_forward(q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, rules: Rules) -> Tensor:
-    """See :func:`narrowgate.models.kernels.reference.reference_forward`."""
-    q, k, v = map(_dense, (q, k, v))
+def launch_forward(
+    q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, rules: Rules
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what :func:`narrowgate.models.kernels.reference.reference_forward` does, and what backward needs of it.
+
+    Returns:
+        [Tq, H, dh]; and with ``rules.eps`` the inverse root mean squares, FP32, of the queries that count [Tq, H] and
+        of all keys [Tk, H], else two empty tensors.
+    """
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    inverses = _inverses(q, k, rules)
+    if rules.eps is not None:
+        _launch_inverse(k, inverses[1], rules.eps)
     tiles = tiles_for("forward", q.shape[2], q.dtype, rules)
-    tensors, strides = (q, k, v, out, q_offsets, kv_offsets), _strides(q, k, v)
-    _launch(attention_forward_kernel, tiles, tensors, strides, q, k, q_offsets, rules, of_keys=False)
-    return out
+    tensors, strides = (q, k, v, out, *inverses, q_offsets, kv_offsets), _strides(q, k, v)
+    _launch(
+        attention_forward_kernel, tiles, tensors, strides, q, k, q_offsets, rules, of_keys=False, eps=rules.eps or 0.0
+    )
+    return out, *inverses
 
 
 def launch_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, rules: Rules
-) -> tuple[Tensor, Tensor, Tensor]:
-    """See :func:`narrowgate.models.kernels.reference.reference_backward`."""
-    grad, q, k, v = map(_dense, (grad, q, k, v))
-    of_q, of_k, of_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, inverses: tuple[Tensor, Tensor], q_offsets: Tensor,
+    kv_offsets: Tensor, rules: Rules, into: tuple[Tensor, Tensor, Tensor],
+) -> None:  # fmt: skip
+    """Write what :func:`narrowgate.models.kernels.reference.reference_backward` returns.
+
+    Args:
+        grad: of the output, [Tq, H, dh].
+        q: as in forward.
+        k: as in forward.
+        v: as in forward.
+        inverses: the second and third result of :func:`launch_forward`.
+        q_offsets: as in forward.
+        kv_offsets: as in forward.
+        rules: as in forward.
+        into: takes the gradients of q, k and v, of their shapes; heads side by side, tokens anywhere.
+    """
+    grad = grad if grad.stride(2) == 1 else grad.contiguous()
+    of_q, of_k, of_v = into
     strides = _strides(q, k, v, grad)
     inputs, offsets = (q, k, v, grad), (q_offsets, kv_offsets)
     tiles = tiles_for("query_gradient", q.shape[2], q.dtype, rules)
-    tensors = (*inputs, of_q, *offsets)
-    _launch(attention_query_gradient_kernel, tiles, tensors, strides, q, k, q_offsets, rules, of_keys=False)
+    tensors = (*inputs, of_q, *inverses, *offsets)
+    places = [*strides, of_q.stride(0)]
+    _launch(attention_query_gradient_kernel, tiles, tensors, places, q, k, q_offsets, rules, of_keys=False)
     tiles = tiles_for("key_gradient", q.shape[2], q.dtype, rules)
-    tensors = (*inputs, of_k, of_v, *offsets)
-    _launch(attention_key_gradient_kernel, tiles, tensors, strides, q, k, q_offsets, rules, of_keys=True)
-    return of_q, of_k, of_v
+    tensors = (*inputs, of_k, of_v, *inverses, *offsets)
+    places = [*strides, of_k.stride(0), of_v.stride(0)]
+    _launch(attention_key_gradient_kernel, tiles, tensors, places, q, k, q_offsets, rules, of_keys=True)
+
+
+def _inverses(q: Tensor, k: Tensor, rules: Rules) -> tuple[Tensor, Tensor]:
+    shapes = [x.shape[:2] if rules.eps is not None else (0,) for x in (q, k)]
+    first, second = (torch.empty(shape, dtype=torch.float32, device=q.device) for shape in shapes)
+    return first, second
+
+
+def _launch_inverse(x: Tensor, inverse: Tensor, eps: float) -> None:
+    tokens, heads, head = x.shape
+    if x.numel():
+        width = max(_LEAST, triton.next_power_of_2(head))
+        block = max(1, _INVERSE_ELEMENTS // width)
+        attention_inverse_rms_kernel[(triton.cdiv(tokens * heads, block),)](
+            x, inverse, *_strides(x), tokens, eps, HEADS=heads, DH=head, BD=width, BLOCK=block, num_warps=4
+        )
 
 
 def _launch(
     kernel: Any, tiles: Tiles, tensors: Any, strides: Any, q: Tensor, k: Tensor, offsets: Tensor, rules: Rules, *,
-    of_keys: bool,
+    of_keys: bool, **more: Any,
 ) -> None:  # fmt: skip
     rows, heads, head = offsets.shape[0] - 1, q.shape[1], q.shape[2]
     owner, longest, size = (k, rules.max_kv, tiles.keys) if of_keys else (q, rules.max_q, tiles.queries)
@@ -89,15 +137,11 @@ def _launch(
     # More rows than there are: what lies behind the last one is set to zero.
     kernel[(count * heads * (rows + SWEEPERS),)](
         *tensors, *strides, rows, SWEEPERS, q.shape[0], k.shape[0], count, rules.max_q, rules.max_kv, rules.scale,
-        1 / rules.norm, rules.window, rules.n_summary, ACTIVATION=rules.activation, CAUSAL=rules.causal,
-        WINDOWED=rules.window > 0, HEADS=heads, DH=head, BD=max(_LEAST, triton.next_power_of_2(head)),
-        BM=tiles.queries, BN=tiles.keys, PRECISION="ieee", num_warps=tiles.warps, num_stages=tiles.stages,
+        1 / rules.norm, rules.window, rules.n_summary, **more, ACTIVATION=rules.activation, CAUSAL=rules.causal,
+        WINDOWED=rules.window > 0, UNIT=rules.eps is not None, HEADS=heads, DH=head,
+        BD=max(_LEAST, triton.next_power_of_2(head)), BM=tiles.queries, BN=tiles.keys, PRECISION="ieee",
+        num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
-
-
-def _dense(x: Tensor) -> Tensor:
-    """``x`` with a head's elements side by side; a chunk of a projection stays where it is."""
-    return x if x.stride(2) == 1 else x.contiguous()
 
 
 def _strides(*tensors: Tensor) -> list[int]:

@@ -36,6 +36,8 @@ class Rules:
     window: int = 0
     #: With ``window``: this many last queries of a row have no limit.
     n_summary: int = 0
+    #: Divide queries and keys by √(mean x² + eps) over a head first; None leaves them as they are.
+    eps: float | None = None
 
     def mask(self, queries: int, keys: int, device: torch.device) -> Tensor | None:
         """Return [queries, keys] bool, true where a query may look; None for everywhere."""
@@ -93,6 +95,19 @@ def _wide(x: Tensor) -> Tensor:
     return x.transpose(0, 1).to(torch.promote_types(x.dtype, torch.float32))
 
 
+def _unit(x: Tensor, eps: float | None) -> tuple[Tensor, Tensor | None]:
+    """``x`` [H, n, dh] over its root mean square, and the inverse of that [H, n, 1]."""
+    if eps is None:
+        return x, None
+    inverse = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    return x * inverse, inverse
+
+
+def _through_unit(grad: Tensor, y: Tensor, inverse: Tensor | None) -> Tensor:
+    """The gradient of what :func:`_unit` was given, for that of the ``y`` it returned."""
+    return grad if inverse is None else (grad - y * (grad * y).mean(-1, keepdim=True)) * inverse
+
+
 def reference_forward(q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, rules: Rules) -> Tensor:
     """Return [Tq, H, dh] in the type of ``q``, computed in FP32; zeros where a token belongs to no row.
 
@@ -108,6 +123,7 @@ def reference_forward(q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_off
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     for queries, keys in _rows(q_offsets, kv_offsets, rules):
         query, key, value = _wide(q[queries]), _wide(k[keys]), _wide(v[keys])
+        query, key = _unit(query, rules.eps)[0], _unit(key, rules.eps)[0]
         scores = function(query @ key.transpose(1, 2) * rules.scale)
         mask = rules.mask(query.shape[1], key.shape[1], q.device)
         if mask is not None:
@@ -124,12 +140,17 @@ def reference_backward(
     of_q, of_k, of_v = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     for queries, keys in _rows(q_offsets, kv_offsets, rules):
         query, key, value, wide = _wide(q[queries]), _wide(k[keys]), _wide(v[keys]), _wide(grad[queries]) / rules.norm
+        (query, of_queries), (key, of_keys) = _unit(query, rules.eps), _unit(key, rules.eps)
         raw = query @ key.transpose(1, 2) * rules.scale
         scores, inner = function(raw), wide @ value.transpose(1, 2) * slope(raw)
         mask = rules.mask(query.shape[1], key.shape[1], q.device)
         if mask is not None:
             scores, inner = scores * mask, inner * mask
-        parts = inner @ key * rules.scale, inner.transpose(1, 2) @ query * rules.scale, scores.transpose(1, 2) @ wide
+        parts = (
+            _through_unit(inner @ key * rules.scale, query, of_queries),
+            _through_unit(inner.transpose(1, 2) @ query * rules.scale, key, of_keys),
+            scores.transpose(1, 2) @ wide,
+        )
         for target, at, part in zip((of_q, of_k, of_v), (queries, keys, keys), parts, strict=True):
             target[at] = part.transpose(0, 1).to(target.dtype)
     return of_q, of_k, of_v

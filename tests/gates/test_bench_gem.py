@@ -306,17 +306,17 @@ def test_uses_are_those_of_the_model() -> None:
 
     config = GemConfig(d=16, heads=2, layers=3, max_tokens=8, fm_hidden=(32,), pffn_tokens=3, attention="jagged")
     calls: list[tuple[int, int]] = []
-    original = attention.pointwise_attention_in_rows
+    original = attention.attend_in_rows
 
-    def counted(q: Any, k: Any, v: Any, queries: Any, keys: Any, *rest: Any, **named: Any) -> Any:
+    def counted(sources: Any, layout: str, queries: Any, keys: Any, *rest: Any, **named: Any) -> Any:
         calls.append((queries.width, keys.width))
-        return original(q, k, v, queries, keys, *rest, **named)
+        return original(sources, layout, queries, keys, *rest, **named)
 
     sized = runpy.run_path(str(SCRIPT))["sized"]
     preset = sized(type("Options", (), {"model": "gem-base", "tiny": True, "batch": 8}))
     task = GemTask.open(replace(preset, model=config), "synthetic")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "pointwise_attention_in_rows", counted)
+        patch.setattr(attention, "attend_in_rows", counted)
         task.loss(task.build_model(), next(iter(task.train_batches(0))))
     expected = [
         (use.queries or config.max_tokens, use.keys or config.max_tokens)
@@ -347,7 +347,7 @@ def test_each_use_of_attention_compiles_for_its_own_shapes(task: GemTask, monkey
 def test_attention_kernels_are_told_from_the_rest_by_their_names() -> None:
     source = (ROOT / "models" / "kernels" / "jagged_attention.py").read_text()
     names = re.findall(r"^def (\w+_kernel)\(", source, re.MULTILINE)
-    assert len(names) == 3
+    assert len(names) == 4
     assert {kernel_class(name) for name in names} == {"attention"}
 
 

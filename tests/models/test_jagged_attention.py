@@ -15,14 +15,14 @@ from narrowgate.models import GemConfig, GemTask, Preset
 from narrowgate.models.attention import (
     Pooling,
     SequenceArch,
+    attend_in_rows,
     pointwise_attention,
-    pointwise_attention_in_rows,
     sequence_mask,
 )
 from narrowgate.models.checkpointing import checkpoint_activations
 from narrowgate.models.functional import ACTIVATION_FUNCTIONS
 from narrowgate.models.jagged import Jagged, Rows, even_rows
-from narrowgate.models.jagged_operator import jagged_attention
+from narrowgate.models.jagged_operator import LAYOUTS, jagged_attention
 from narrowgate.models.kernels.reference import ACTIVATIONS, Rules, reference_backward, reference_forward
 from narrowgate.precision.errors import NarrowgateError
 from torch import Tensor
@@ -71,7 +71,7 @@ def test_self_attention_equals_the_padded_one(window: int | None, activation: st
     expected = pointwise_attention(
         *map(padded.pad, (q, k, v)), heads=2, activation=ACTIVATION_FUNCTIONS[activation], mask=mask
     )
-    found = pointwise_attention_in_rows(q, k, v, rows, rows, config, causal=True)
+    found = attend_in_rows([q, k, v], "q|k|v", rows, rows, config, causal=True)
     same(results(found, q, k, v), results(padded.flatten(expected), q, k, v))
 
 
@@ -81,7 +81,7 @@ def test_long_queries_over_few_keys_equal_the_padded_ones() -> None:
     expected = pointwise_attention(
         padded.pad(q), k.view(6, 3, -1), v.view(6, 3, -1), heads=2, activation=torch.nn.functional.silu
     )
-    found = pointwise_attention_in_rows(q, k, v, layout().last(WIDTH), even_rows(6, 3, q.device), CONFIG)
+    found = attend_in_rows([q, k, v], "q|k|v", layout().last(WIDTH), even_rows(6, 3, q.device), CONFIG)
     same(results(found, q, k, v), results(padded.flatten(expected), q, k, v))
 
 
@@ -91,7 +91,7 @@ def test_few_queries_over_long_keys_equal_the_padded_ones() -> None:
     expected = pointwise_attention(
         q.view(6, 2, -1), padded.pad(k), padded.pad(v), heads=2, activation=torch.nn.functional.silu
     )
-    found = pointwise_attention_in_rows(q, k, v, even_rows(6, 2, q.device), layout().last(WIDTH), CONFIG)
+    found = attend_in_rows([q, k, v], "q|k|v", even_rows(6, 2, q.device), layout().last(WIDTH), CONFIG)
     same(results(found, q, k, v), results(expected.flatten(0, 1), q, k, v))
 
 
@@ -145,7 +145,7 @@ def test_recomputing_changes_no_bit(small: Preset, mode: str) -> None:
 def test_dead_tokens_stay_zero(autocast: bool) -> None:
     q, rows = tokens(), layout().last(WIDTH)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        out = pointwise_attention_in_rows(q, q, q, rows, rows, CONFIG, causal=True)
+        out = attend_in_rows([q, q, q], "q|k|v", rows, rows, CONFIG, causal=True)
     (grad,) = torch.autograd.grad(out.sum(), q)
     for x in (out, grad):
         assert not x[-DEAD:].any()
@@ -159,7 +159,9 @@ QUERIES, KEYS = [3, 0, 5, 2], [4, 3, 2, 0]
 
 @plain_test
 @pytest.mark.parametrize("activation", list(ACTIVATIONS))
-@pytest.mark.parametrize("rules", [{}, {"causal": True}, {"causal": True, "window": 2, "n_summary": 1}], ids=str)
+@pytest.mark.parametrize(
+    "rules", [{}, {"causal": True, "eps": 1e-3}, {"causal": True, "window": 2, "n_summary": 1}], ids=str
+)
 def test_gradients_of_the_reference_match_numeric_ones(activation: str, rules: dict[str, Any]) -> None:
     q, k, v = (torch.randn(n, 2, 3, dtype=torch.float64, requires_grad=True) for n in (11, 10, 10))
     made = Rules(4, 3, activation, 0.7, 3.0, **rules)
@@ -179,29 +181,57 @@ def test_gradients_of_the_reference_match_numeric_ones(activation: str, rules: d
 
 
 @plain_test
-def test_the_operator_is_registered_soundly() -> None:
-    q, k, v = (torch.randn(n, 2, 3, dtype=torch.float64, requires_grad=True) for n in (11, 10, 10))
-    rules = (4, 3, "silu", 0.7, 3.0, True, 2, 1)
-    torch.library.opcheck(torch.ops.narrowgate.jagged_attention, (q, k, v, offsets(QUERIES), offsets(KEYS), *rules))
+@pytest.mark.parametrize("eps", [None, 1e-3])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_operator_is_registered_soundly(layout: str, eps: float | None) -> None:
+    tokens, at = ([11] * 3, offsets(QUERIES)) if layout == "vqk" else ([11, 10, 10], offsets(KEYS))
+    sources = [
+        torch.randn(n, 6 * len(names), dtype=torch.float64, requires_grad=True)
+        for n, names in zip(tokens, layout.split("|"), strict=False)
+    ]
+    rules = (4, 3, "silu", 0.7, 3.0, True, 2, 1, eps)
+    torch.library.opcheck(torch.ops.narrowgate.jagged_attention, (sources, layout, 2, offsets(QUERIES), at, *rules))
+
+
+@plain_test
+@pytest.mark.parametrize("layout", ["q|kv", "vqk"])
+def test_a_packed_source_is_its_parts(layout: str) -> None:
+    q, k, v = (torch.randn(10, 6) for _ in range(3))
+    at, rules = offsets(KEYS), Rules(5, 4, "silu", 0.7, 3.0, causal=True, eps=1e-3)
+    packed = [torch.cat([v, q, k], 1)] if layout == "vqk" else [q, torch.cat([k, v], 1)]
+    found = []
+    for sources, form in ([q, k, v], "q|k|v"), (packed, layout):
+        sources = [x.requires_grad_() for x in sources]
+        found.append(results(jagged_attention(sources, at, at, rules, heads=2, layout=form), *sources))
+    (out, of_q, of_k, of_v), (other, *gradients) = found
+    expected = [torch.cat([of_v, of_q, of_k], 1)] if layout == "vqk" else [of_q, torch.cat([of_k, of_v], 1)]
+    same([other, *gradients], [out, *expected])
 
 
 @pytest.mark.parametrize(
     ("changes", "rules", "message"),
     [
-        ({"k": torch.zeros(10, 2, 4)}, {}, r"found \[11, 2, 3\], \[10, 2, 4\], \[10, 2, 3\]"),
-        ({"v": torch.zeros(10, 2, 3).double()}, {}, "takes one type"),
+        ({"sources": [(11, 6), (10, 8), (10, 6)]}, {}, r"found \[11, 6\], \[10, 8\], \[10, 6\]"),
+        ({"sources": [(11, 6), (10, 6), (9, 6)]}, {}, "as many keys as values"),
+        ({"sources": [(11, 6), (10, 6)]}, {}, r"\[T, d\], \[T, d\], \[T, d\] for 'q|k|v'"),
+        ({"sources": [(11, 6), (10, 6)], "layout": "q|kv"}, {}, r"\[T, d\], \[T, 2 d\] for 'q|kv'"),
+        ({"sources": [(11, 6)], "layout": "kqv"}, {}, "layout is one of .* found 'kqv'"),
+        ({"heads": 4}, {}, "d a multiple of 4 heads"),
+        ({"sources": [(11, 6), (10, 6), (10, 6, torch.float64)]}, {}, "takes one type"),
         ({"q_offsets": torch.tensor([0, 11])}, {}, r"of one B, found \[2\], \[5\]"),
         ({}, {"activation": "softmax"}, "found 'softmax'"),
         ({}, {"window": 2}, "a window needs causal=True"),
     ],
 )
-def test_what_does_not_fit_is_refused(changes: dict[str, Tensor], rules: dict[str, Any], message: str) -> None:
-    inputs = {
-        "q": torch.zeros(11, 2, 3), "k": torch.zeros(10, 2, 3), "v": torch.zeros(10, 2, 3),
-        "q_offsets": offsets(QUERIES), "kv_offsets": offsets(KEYS),
-    }  # fmt: skip
+def test_what_does_not_fit_is_refused(changes: dict[str, Any], rules: dict[str, Any], message: str) -> None:
+    inputs: dict[str, Any] = {
+        "sources": [(11, 6), (10, 6), (10, 6)], "q_offsets": offsets(QUERIES), "kv_offsets": offsets(KEYS), "heads": 2
+    } | changes  # fmt: skip
+    inputs["sources"] = [
+        torch.zeros(n, width, dtype=(*kind, torch.float32)[0]) for n, width, *kind in inputs["sources"]
+    ]
     with pytest.raises(NarrowgateError, match=message):
-        jagged_attention(**(inputs | changes), rules=dataclasses.replace(Rules(5, 4, "silu", 1.0, 1.0), **rules))
+        jagged_attention(**inputs, rules=dataclasses.replace(Rules(5, 4, "silu", 1.0, 1.0), **rules))
 
 
 def test_impossible_configurations_say_why() -> None:
@@ -246,26 +276,37 @@ def check(
     made = Rules(**{
         "max_q": max(queries), "max_kv": max(keys), "activation": activation, "scale": head**-0.5, "norm": 7.0, **rules
     })  # fmt: skip
-    q, grad = (torch.randn(sum(queries) + DEAD, 2, head) for _ in range(2))
-    # As the model has them: a chunk of a wider projection.
-    k, v = (torch.randn(sum(keys) + DEAD, 2, 2 * head) for _ in range(2))
-    q, grad = (x.to(DEVICE, dtype) for x in (q, grad))
-    k, v = (x.to(DEVICE, dtype)[..., :head] for x in (k, v))
+    # As the model has them: what one projection put out, itself a chunk of a wider one.
+    layout = "vqk" if queries == keys else "q|kv"
+    counts = [sum(n) + DEAD for n in (queries, keys)]
+    sources = [
+        torch.randn(n, 3 + 2 * head * len(names)).to(DEVICE, dtype)[:, 3:].requires_grad_()
+        for n, names in zip(counts, layout.split("|"), strict=False)
+    ]
+    grad = torch.randn(counts[0], 2 * head).to(DEVICE, dtype)
     first, second = offsets(queries).to(DEVICE), offsets(keys).to(DEVICE)
-    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-    assert v.stride(1) == 2 * head
-    out = jagged_attention(q, k, v, first, second, made)
-    found = out, *torch.autograd.grad(out, (q, k, v), grad)
-    q, k, v, grad = (x.detach().double() for x in (q, k, v, grad))
-    gradients = reference_backward(grad, q, k, v, first, second, made)
+    out = jagged_attention(sources, first, second, made, heads=2, layout=layout)
+    found = out, *torch.autograd.grad(out, sources, grad)
+    parts, of_parts = (
+        {
+            name: part.detach().double().unflatten(1, (2, head))
+            for x, names in zip(tensors, layout.split("|"), strict=True)
+            for name, part in zip(names, x.chunk(len(names), 1), strict=True)
+        }
+        for tensors in (sources, found[1:])
+    )
+    q, k, v = (parts[name] for name in "qkv")
+    above = grad.double().unflatten(1, (2, head))
+    gradients = reference_backward(above, q, k, v, first, second, made)
     expected = reference_forward(q, k, v, first, second, made), *gradients
-    for name, a, b in zip(("out", "of q", "of k", "of v"), found, expected, strict=True):
-        assert a.dtype is dtype
+    results = out.unflatten(1, (2, head)), *(of_parts[name] for name in "qkv")
+    for name, a, b in zip(("out", "of q", "of k", "of v"), results, expected, strict=True):
         error = (a.double() - b).abs().max() / b.abs().max()
         assert error < NEAR[dtype], f"{name}: {error:.1e}"
         # Whole heads: of a row that is attended, single elements may round to zero or cancel in a narrow format.
         zeros = ((x == 0).all(-1) for x in (a, b))
         assert torch.equal(*zeros), f"{name}: zeros where nothing is attended"
+    assert all(x.dtype is dtype for x in found)
 
 
 @kernel_test
@@ -274,6 +315,14 @@ def check(
 def test_kernels_equal_the_reference(case: str, dtype: torch.dtype, small_tiles: None) -> None:
     queries, keys, rules = CASES[case]
     check(queries, keys, dtype, 16 if INTERPRETED else 128, **rules)
+
+
+@kernel_test
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_kernels_divide_by_the_root_mean_square(case: str, dtype: torch.dtype, small_tiles: None) -> None:
+    queries, keys, rules = CASES[case]
+    check(queries, keys, dtype, 16 if INTERPRETED else 128, eps=1e-2, **rules)
 
 
 @kernel_test
@@ -286,33 +335,37 @@ def test_kernels_know_every_activation(activation: str, small_tiles: None) -> No
 @pytest.mark.parametrize("head", [4, 20] if INTERPRETED else [4, 20, 32, 64, 96])
 def test_heads_of_any_width(head: int, small_tiles: None) -> None:
     check(SHORT, SHORT, DTYPES[-1], head, causal=True)
+    check(SHORT, SHORT, DTYPES[-1], head, causal=True, eps=1e-2)
 
 
 @kernel_test
 def test_rows_longer_than_the_bound_count_by_their_latest_tokens(small_tiles: None) -> None:
     check(LONG, LONG, torch.float32, 16, max_q=18, max_kv=18, causal=True, window=5, n_summary=1)
+    check(LONG, LONG, torch.float32, 16, max_q=18, max_kv=18, causal=True, eps=1e-2)
 
 
 @kernel_test
 def test_no_rows_at_all(small_tiles: None) -> None:
-    x = torch.randn(4, 2, 16, device=DEVICE, requires_grad=True)
+    x = torch.randn(4, 32, device=DEVICE, requires_grad=True)
     at = torch.zeros(1, dtype=torch.int64, device=DEVICE)
-    out = jagged_attention(x, x, x, at, at, Rules(8, 8, "silu", 1.0, 1.0, causal=True))
-    (grad,) = torch.autograd.grad(out.sum(), x)
-    assert not out.any()
-    assert not grad.any()
-    empty = jagged_attention(x[:0], x, x, at, at, Rules(8, 8, "silu", 1.0, 1.0))
-    assert empty.shape == (0, 2, 16)
+    for eps in (None, 1e-6):
+        rules = Rules(8, 8, "silu", 1.0, 1.0, causal=True, eps=eps)
+        out = jagged_attention([x, x, x], at, at, rules, heads=2)
+        (grad,) = torch.autograd.grad(out.sum(), x)
+        assert not out.any()
+        assert not grad.any()
+        empty = jagged_attention([x[:0], x, x], at, at, rules, heads=2)
+        assert empty.shape == (0, 32)
 
 
 @kernel_test
 @pytest.mark.skipif(INTERPRETED, reason="compares launches of a GPU")
 def test_kernels_repeat_to_the_bit(small_tiles: None) -> None:
-    x = torch.randn(sum(LONG), 2, 64, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
-    at, rules = offsets(LONG).to(DEVICE), Rules(max(LONG), max(LONG), "silu", 0.125, 9.0, causal=True)
+    x = torch.randn(sum(LONG), 3 * 128, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    at, rules = offsets(LONG).to(DEVICE), Rules(max(LONG), max(LONG), "silu", 0.125, 9.0, causal=True, eps=1e-6)
     runs = []
     for _ in range(3):
-        out = jagged_attention(x, x, x, at, at, rules)
+        out = jagged_attention([x], at, at, rules, heads=2, layout="vqk")
         runs.append((out, *torch.autograd.grad(out, x, out.detach())))
     assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(run, runs[0], strict=True))
 
@@ -332,9 +385,9 @@ def test_flops_are_those_of_the_pairs_that_are_seen(rules: dict[str, Any]) -> No
         n, m = min(n, made.max_q), min(m, made.max_kv)
         mask = made.mask(n, m, torch.device("cpu"))
         pairs += n * m if mask is None else int(mask.sum())
-    q, k, v = (torch.randn(sum(n) + 2, 2, 8, requires_grad=True) for n in (queries, keys, keys))
+    q, kv = (torch.randn(sum(n) + 2, width, requires_grad=True) for n, width in ((queries, 16), (keys, 32)))
     with FlopCounterMode(display=False) as forward:
-        out = jagged_attention(q, k, v, offsets(queries), offsets(keys), made)
+        out = jagged_attention([q, kv], offsets(queries), offsets(keys), made, heads=2, layout="q|kv")
     with FlopCounterMode(display=False) as backward:
         out.sum().backward()
     names = ["jagged_attention", "jagged_attention_backward"]
