@@ -167,8 +167,8 @@ def cast_kernel(
     n = pid_n * BN + tl.arange(0, BN)
     inside_n = inside_of(n, N, EVEN)
     width = N * PIECES
-    own = tl.zeros([BM], tl.int32)
-    overflowed = tl.zeros([BM], tl.int32)
+    # Magnitudes are kept apart for each eight neighbours, which lie in one thread, and reduced once.
+    own = tl.zeros([BM, BN // 8], tl.float32)
     first_program = (pid_m == 0) & (pid_n == 0)
     elements = tl.full([], 1.0, tl.float64) * M * width
     r_bound = _bound(r_limit, squares, parts, elements, R_CLIP, R_RMS)
@@ -202,6 +202,8 @@ def cast_kernel(
             at = column.to(tl.int64)[:, None] * M + m[None, :]
             if R != ABSENT:
                 x = clip_to(v, r_bound) if R_CLIP != NO_LIMIT else v
+                if HISTORY:
+                    own = _larger(own, _of_eight(x, BM, BN))
                 if R == TENSOR:
                     multiplier = tl.full([BM, 1], multiplier_of(r_tensor), tl.float32)
                 elif R == ROW:
@@ -226,14 +228,12 @@ def cast_kernel(
                         codes = encode(_apart(scaled), random, R_MAX, R_MANTISSA, R_BIAS, R_SR, STEPWISE,
                                        c_codes.dtype.element_ty)  # fmt: skip
                     tl.store(c_codes + at, tl.trans(codes), mask=inside_n[:, None] & inside_m[None, :])
-                if HISTORY:
-                    own = tl.maximum(own, tl.max(magnitude_bits(x), 1))
-                    if RECORD:
-                        overflowed += _past(scaled, OVERFLOW)
             if C != ABSENT:
                 if APART and R != ABSENT:
                     v = _apart(v)
                 x = clip_to(v, c_bound) if C_CLIP != NO_LIMIT else v
+                if HISTORY:
+                    own = _larger(own, _of_eight(x, BM, BN))
                 if C == TENSOR:
                     multiplier = tl.full([1, BN], multiplier_of(c_tensor), tl.float32)
                 elif C == ROW:
@@ -250,17 +250,28 @@ def cast_kernel(
                 random = _random(c_key, c_bits, m, first, column, width, inside, C_SR, BM, BN)
                 codes = encode(scaled, random, C_MAX, C_MANTISSA, C_BIAS, C_SR, STEPWISE, c_codes.dtype.element_ty)
                 tl.store(c_codes + at, tl.trans(codes), mask=inside_n[:, None] & inside_m[None, :])
-                if HISTORY:
-                    own = tl.maximum(own, tl.max(magnitude_bits(x), 1))
-                    if RECORD:
-                        overflowed += _past(scaled, OVERFLOW)
 
     if HISTORY:
+        found = tl.max(magnitude_bits(own))
+        tl.atomic_max(workspace, found, sem="relaxed")
         if RECORD:
-            count = tl.sum(overflowed, 0)
-            if count > 0:
-                tl.atomic_add(saturated, count.to(tl.int64), sem="relaxed")
-        tl.atomic_max(workspace, tl.max(own, 0), sem="relaxed")
+            # Rounding is monotonic: what no scaled maximum passes, nothing does, and most programs need not count.
+            bound = r_bound if R == TENSOR else c_bound
+            multiplier = multiplier_of(r_tensor if R == TENSOR else c_tensor)
+            if not (found.to(tl.float32, bitcast=True) * multiplier <= OVERFLOW):
+                past = tl.zeros([BM], tl.int32)
+                for i in range(LOOP):
+                    m = (pid_m * LOOP + i).to(tl.int64) * BM + tl.arange(0, BM)
+                    inside_m = inside_of(m, M, EVEN)
+                    values = TILE(leaves, strides, m, n, inside_m, inside_n, ALIGNED)
+                    for p in tl.static_range(PIECES):
+                        v = tl.where(inside_m[:, None] & inside_n[None, :], values[p], 0.0)
+                        if (R_CLIP if R == TENSOR else C_CLIP) != NO_LIMIT:
+                            v = clip_to(v, bound)
+                        past += _past(v * multiplier, OVERFLOW)
+                count = tl.sum(past, 0)
+                if count > 0:
+                    tl.atomic_add(saturated, count.to(tl.int64), sem="relaxed")
         if tl.atomic_add(workspace + 1, 1) == tl.num_programs(0) * tl.num_programs(1) - 1:
             largest = tl.atomic_max(workspace, 0)
             finite = largest < 0x7F800000
@@ -311,6 +322,21 @@ def _random(key, bits, m, first, column, width, inside, MODE: tl.constexpr, BM: 
         return tl.load(bits + m[:, None] * width + column[None, :], mask=inside, other=0).to(tl.int32) & 0xFFFF
     else:
         return tl.zeros([1, 1], tl.int32)
+
+
+@triton.jit
+def _larger(a, b):
+    """The larger of two magnitudes, NaN where one is."""
+    return tl.maximum(a, b, tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _of_eight(x, BM: tl.constexpr, BN: tl.constexpr):
+    """The largest magnitude, FP32 [BM, BN / 8], of eight neighbours in a row of ``x`` [BM, BN]."""
+    even, odd = tl.split(tl.reshape(tl.abs(x), [BM, BN // 8, 2, 2, 2]))
+    even, odd = tl.split(_larger(even, odd))
+    even, odd = tl.split(_larger(even, odd))
+    return _larger(even, odd)
 
 
 @triton.jit

@@ -150,6 +150,44 @@ def test_a_delayed_scale_follows_its_history_as_the_reference_does():
         assert not ours.workspace.any()
 
 
+@pytest.mark.parametrize("text", ["fp8_e4m3+delayed(4)", "fp8_e5m2+delayed(4)+sr", "fp8_e4m3+delayed(4)+clip(rms=1.5)"])
+@pytest.mark.parametrize("sides", ["both", "rows", "columns"])
+def test_a_program_of_several_tiles_counts_what_saturates_in_each(text, sides, monkeypatch):
+    from narrowgate.precision.kernels import launch
+
+    monkeypatch.setattr(launch, "_CAST_PROGRAMS", 1)
+    monkeypatch.setattr(launch, "_casts", {})
+    spec = Spec.parse(text)
+    ours, theirs = AmaxHistory(4, DEVICE), AmaxHistory(4, DEVICE)
+    ours.history[0] = theirs.history[0] = 2.0
+    x = values((296, 328)) * 0.01
+    # The first program, of four tiles of 32 rows, holds the largest that still fit; the others some that do not.
+    x[5, 7], x[40, 3] = -2.0, 2.0
+    x[130, 40:50], x[200, 9], x[290, 300] = 5.0, -7.0, 9.0
+    seed = key(3) if spec.sr else None
+    request = Request(spec, history=ours, seed=seed)
+    found, turned = quantize_both(
+        x,
+        None if sides == "columns" else request,
+        None if sides == "rows" or (spec.sr and sides == "both") else request,
+    )
+    expected = quantize(x, spec, dim=1, history=theirs, seed=seed)
+    if found is not None:
+        compare(found, expected)
+        assert launch.last_tiles()["cast"][2] == 4
+    if turned is not None:
+        compare(turned, quantize(x, spec, dim=0, history=theirs.frozen(), seed=seed) if sides == "both" else
+                quantize(x, spec, dim=0, history=_held(2.0), seed=seed))  # fmt: skip
+    assert torch.equal(ours.pending, theirs.pending)
+    assert ours.saturated == theirs.saturated > 0
+
+
+def _held(amax):
+    history = AmaxHistory(4, DEVICE)
+    history.history[0] = amax
+    return history
+
+
 def test_a_delayed_scale_only_reads_its_history_in_evaluation():
     spec = Spec.parse("fp8_e4m3+delayed(4)")
     history = AmaxHistory(4, DEVICE)
