@@ -11,6 +11,7 @@ from .batch import Batch
 from .config import GemConfig
 from .features import FeatureSpec
 from .functional import linear
+from .small_tables import is_small, products_pay, sum_of_rows
 
 
 def init_table(weight: Tensor) -> None:
@@ -21,6 +22,9 @@ def init_table(weight: Tensor) -> None:
 
 class SparseArch(nn.Module):
     """Embedding tables, shared by name, and the feature tokens of a row."""
+
+    #: Whether all tables lie here as a whole, so that :meth:`look_up` may be gone around; the constructor says so.
+    whole: bool = False
 
     def __init__(self, config: GemConfig, features: FeatureSpec) -> None:
         super().__init__()
@@ -35,6 +39,7 @@ class SparseArch(nn.Module):
         self.tables = nn.ModuleDict(tables)
         self.bags = nn.ModuleDict(bags)
         self.numeric = linear(len(features.numeric), d, config) if features.numeric else None
+        self.whole = True
 
     def forward(self, batch: Batch) -> Tensor:
         """Return the feature tokens [B, n_tokens, d], FP32."""
@@ -45,10 +50,37 @@ class SparseArch(nn.Module):
             tokens.append(self.numeric(batch.dense).float())
         return torch.stack(tokens, 1)
 
-    def events(self, ids: Tensor) -> Tensor:
-        """Return the sum of an event's field embeddings: [T, event fields] -> [T, d], FP32."""
-        asked = [("tables", field.table, ids[:, i]) for i, field in enumerate(self.features.events)]
-        return torch.stack(self.look_up("events", asked)).sum(0)
+    def events(
+        self,
+        ids: Tensor,
+        position: tuple[nn.Embedding, Tensor],
+        dtype: torch.dtype | None = None,
+        *,
+        products: bool | None = None,
+    ) -> Tensor:
+        """Return the sum of an event's field embeddings and its position's: [T, d], added up in FP32.
+
+        Args:
+            ids: [T, event fields].
+            position: the table of positions, and ids [T].
+            dtype: of the result; None for the tables'.
+            products: whether gradients of small tables are products (:mod:`narrowgate.models.small_tables`); None for
+                wherever that is faster.
+        """
+        products = products_pay(ids) if products is None else products
+        asked, small = [], []
+        for i, field in enumerate(self.features.events):
+            table = self.tables[field.table] if self.whole and products else None
+            if isinstance(table, nn.Embedding) and is_small(table):
+                small.append((table, ids[:, i]))
+            else:
+                asked.append(("tables", field.table, ids[:, i]))
+        rows = self.look_up("events", asked)
+        if products and is_small(position[0]):
+            small.append(position)
+        else:
+            rows.append(position[0](position[1]))
+        return sum_of_rows(rows, small, dtype)
 
     def look_up(self, what: str, asked: Sequence[tuple[str, str, Tensor]]) -> list[Tensor]:
         """Return the rows [n, d] of each of ``asked``, all at once.
@@ -68,9 +100,12 @@ class EventEncoder(nn.Module):
         self.position = nn.Embedding(config.max_events + 1, config.d)
         init_table(self.position.weight)
 
-    def forward(self, batch: Batch, sparse: SparseArch) -> Tensor:
-        """Return [T, d], FP32; dead tokens are arbitrary."""
+    def forward(
+        self, batch: Batch, sparse: SparseArch, dtype: torch.dtype | None = None, *, products: bool | None = None
+    ) -> Tensor:
+        """Return [T, d]; dead tokens are arbitrary. Options are those of :meth:`SparseArch.events`."""
         # One more end for the row of dead tokens.
         ends = torch.cat([batch.offsets[1:], batch.offsets[-1:]])
         back = ends[batch.event_rows] - torch.arange(batch.event_rows.shape[0], device=ends.device)
-        return sparse.events(batch.events) + self.position(back.clamp(0, self.position.num_embeddings - 1))
+        position = (self.position, back.clamp(0, self.position.num_embeddings - 1))
+        return sparse.events(batch.events, position, dtype, products=products)

@@ -105,8 +105,10 @@ class GemModel(nn.Module):
     def forward(self, batch: Batch) -> Tensor:
         """Return logits [B, tasks], FP32."""
         config = self.config
-        features = self._stream(self.sparse(batch))
-        events = self._stream(self.encoder(batch, self.sparse))
+        stream = self._stream_dtype(batch.events.device.type)
+        features = self.sparse(batch)
+        features = features if stream is None else features.to(stream)
+        events = self.encoder(batch, self.sparse, stream)
         tokens, layout = append_tokens(events, Jagged(batch.event_rows, batch.offsets), self.summary(features))
         padded = config.attention == "padded"
         window = layout.window(config.max_tokens) if padded else layout.last(config.max_tokens)
@@ -118,13 +120,12 @@ class GemModel(nn.Module):
         joined = torch.cat(list(parts), 1)
         return torch.cat([head(joined) for head in self.heads], 1).float()
 
-    def _stream(self, x: Tensor) -> Tensor:
-        """Return ``x`` in the type that the residual streams keep."""
-        kind = x.device.type
+    def _stream_dtype(self, kind: str) -> torch.dtype | None:
+        """Return the type that the residual streams keep on a kind of device; None for the type they come in."""
         # The meta device, on which models are only planned, knows no autocast.
         if self.config.residual == "autocast" and kind != "meta" and torch.is_autocast_enabled(kind):
-            return x.to(torch.get_autocast_dtype(kind))
-        return x
+            return torch.get_autocast_dtype(kind)
+        return None
 
     def dense_parameters(self) -> int:
         """Parameters outside the embedding tables."""
