@@ -25,10 +25,10 @@ from .rounding import (
     PHILOX,
     clip_amax,
     clip_to,
-    encode,
     magnitude_bits,
     multiplier_of,
     rms_limit,
+    rounded_to,
     scale_of,
     sum_of_squares,
     tile_bits,
@@ -167,6 +167,7 @@ def cast_kernel(
     n = pid_n * BN + tl.arange(0, BN)
     inside_n = inside_of(n, N, EVEN)
     width = N * PIECES
+    TURNED: tl.constexpr = SAME or C != ABSENT
     # Magnitudes are kept apart for each eight neighbours, which lie in one thread, and reduced once.
     own = tl.zeros([BM, BN // 8], tl.float32)
     first_program = (pid_m == 0) & (pid_n == 0)
@@ -191,7 +192,7 @@ def cast_kernel(
 
     for i in range(LOOP):
         tile_m = pid_m * LOOP + i
-        m = tile_m.to(tl.int64) * BM + tl.arange(0, BM)
+        m = tile_m.to(tl.int64) * BM + _rows(BM, TURNED)
         inside_m = inside_of(m, M, EVEN)
         inside = inside_m[:, None] & inside_n[None, :]
         values = TILE(leaves, strides, m, n, inside_m, inside_n, ALIGNED)
@@ -199,7 +200,9 @@ def cast_kernel(
             v = tl.where(inside, values[p], 0.0)
             first = p * N + pid_n * BN
             column = p * N + n
-            at = column.to(tl.int64)[:, None] * M + m[None, :]
+            turned_m = tile_m.to(tl.int64) * BM + tl.arange(0, BM)
+            at = column.to(tl.int64)[:, None] * M + turned_m[None, :]
+            inside_turned = inside_n[:, None] & inside_of(turned_m, M, EVEN)[None, :]
             if R != ABSENT:
                 x = clip_to(v, r_bound) if R_CLIP != NO_LIMIT else v
                 if HISTORY:
@@ -219,15 +222,11 @@ def cast_kernel(
                     multiplier = tl.full([BM, 1], multiplier_of(block), tl.float32)
                 scaled = x * multiplier
                 random = _random(r_key, r_bits, m, first, column, width, inside, R_SR, BM, BN)
-                codes = encode(scaled, random, R_MAX, R_MANTISSA, R_BIAS, R_SR, STEPWISE, r_codes.dtype.element_ty)
+                rounded = rounded_to(scaled, random, R_MAX, R_MANTISSA, R_BIAS, R_SR, STEPWISE)
+                codes = rounded.to(r_codes.dtype.element_ty)
                 tl.store(r_codes + m[:, None] * width + column[None, :], codes, mask=inside)
                 if SAME:
-                    if APART:
-                        # ptxas (CUDA 12.8 to 13.0) stores wrong bytes where one conversion's result is stored both
-                        # packed and byte by byte, as a transpose in shared memory does: it converts twice instead.
-                        codes = encode(_apart(scaled), random, R_MAX, R_MANTISSA, R_BIAS, R_SR, STEPWISE,
-                                       c_codes.dtype.element_ty)  # fmt: skip
-                    tl.store(c_codes + at, tl.trans(codes), mask=inside_n[:, None] & inside_m[None, :])
+                    tl.store(c_codes + at, _turned(rounded, c_codes.dtype.element_ty, BM, BN), mask=inside_turned)
             if C != ABSENT:
                 if APART and R != ABSENT:
                     v = _apart(v)
@@ -248,8 +247,8 @@ def cast_kernel(
                     multiplier = tl.full([1, BN], multiplier_of(block), tl.float32)
                 scaled = x * multiplier
                 random = _random(c_key, c_bits, m, first, column, width, inside, C_SR, BM, BN)
-                codes = encode(scaled, random, C_MAX, C_MANTISSA, C_BIAS, C_SR, STEPWISE, c_codes.dtype.element_ty)
-                tl.store(c_codes + at, tl.trans(codes), mask=inside_n[:, None] & inside_m[None, :])
+                rounded = rounded_to(scaled, random, C_MAX, C_MANTISSA, C_BIAS, C_SR, STEPWISE)
+                tl.store(c_codes + at, _turned(rounded, c_codes.dtype.element_ty, BM, BN), mask=inside_turned)
 
     if HISTORY:
         found = tl.max(magnitude_bits(own))
@@ -322,6 +321,32 @@ def _random(key, bits, m, first, column, width, inside, MODE: tl.constexpr, BM: 
         return tl.load(bits + m[:, None] * width + column[None, :], mask=inside, other=0).to(tl.int32) & 0xFFFF
     else:
         return tl.zeros([1, 1], tl.int32)
+
+
+@triton.jit
+def _rows(BM: tl.constexpr, TURNED: tl.constexpr):
+    """The rows of a tile in the order in which it holds them, int32 [BM].
+
+    Where codes are turned, four neighbours lie a quarter of the tile apart. Triton gives a thread rows that far apart,
+    so that it holds neighbours, and what it stores to turn a tile is wider than a byte.
+    """
+    at = tl.arange(0, BM)
+    if TURNED:
+        return at % (BM // 4) * 4 + at // (BM // 4) % 2 * 2 + at // (BM // 2)
+    else:  # noqa: RET505 - a branch not taken must not be compiled, so one return a branch
+        return at
+
+
+@triton.jit
+def _turned(x, dtype: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    """FP32 ``x`` [BM, BN], rows in the order of :func:`_rows`, as codes [BN, BM] in the order of the matrix.
+
+    It converts anew, two rows at a time. That needs no shuffling of bytes, and ptxas (CUDA 12.8 to 13.0) stores wrong
+    bytes where one conversion's result is stored both packed along the row and byte by byte.
+    """
+    even, odd = tl.split(tl.permute(tl.reshape(x, [2, 2, BM // 4, BN]), (1, 2, 3, 0)))
+    codes = tl.join(even, odd).to(dtype)
+    return tl.reshape(tl.permute(codes, (2, 1, 0, 3)), [BN, BM])
 
 
 @triton.jit

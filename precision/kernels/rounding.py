@@ -80,17 +80,15 @@ def multiplier_of(scale):
 
 
 @triton.jit
-def encode(x, bits, largest: tl.constexpr, mantissa: tl.constexpr, bias: tl.constexpr, mode: tl.constexpr,
-           stepwise: tl.constexpr, dtype: tl.constexpr):  # fmt: skip
-    """FP32 ``x``, scaled, to FP8 codes of ``dtype``; saturates, NaN stays NaN.
+def rounded_to(x, bits, largest: tl.constexpr, mantissa: tl.constexpr, bias: tl.constexpr, mode: tl.constexpr,
+               stepwise: tl.constexpr):  # fmt: skip
+    """FP32 ``x``, scaled, as FP32 values that a conversion to FP8 then makes the codes of; NaN stays NaN.
 
     ``stepwise`` rounds to nearest by the reference's own steps where the conversion instruction (cvt.rn.satfinite)
     is not there.
     """
-    if mode == NEAREST and not stepwise:
-        return x.to(dtype)
     if not stepwise:
-        return _carry(x, bits, mantissa, bias).to(dtype)
+        return x if mode == NEAREST else _carry(x, bits, mantissa, bias)
     clamped = tl.minimum(tl.maximum(x, -largest, tl.PropagateNan.ALL), largest, tl.PropagateNan.ALL)
     exponent = tl.maximum(clamped.to(tl.int32, bitcast=True) & 0x7F800000, (128 - bias) << 23)
     step = exponent - (mantissa << 23)
@@ -106,7 +104,7 @@ def encode(x, bits, largest: tl.constexpr, mantissa: tl.constexpr, bias: tl.cons
     rounded = (lower + up.to(tl.float32)) * step.to(tl.float32, bitcast=True)
     sign = clamped.to(tl.int32, bitcast=True) & -0x80000000
     signed = (rounded.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
-    return tl.where(clamped == clamped, signed, clamped).to(dtype)
+    return tl.where(clamped == clamped, signed, clamped)
 
 
 @triton.jit
