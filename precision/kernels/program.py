@@ -131,7 +131,7 @@ class Program:
                     "    if ALIGNED:",
                     f"        s{i} = tl.multiple_of(s{i}, 8)",
                     f"    p{i} = leaves[{i}] + m[:, None] * s{i} + n[None, :]",
-                    f"    v{i} = tl.load(p{i}, mask=inside, other=0.0).to(tl.float32)",
+                    f"    v{i} = widened(tl.load(p{i}, mask=inside, other=0.0))",
                 ]
             elif kind == "m":
                 lines.append(f"    v{i} = tl.load(leaves[{i}] + m * strides[{i}], mask=inside_m, other=0.0)")
@@ -182,11 +182,18 @@ def tile_function(text: str) -> Any:
     import triton
     import triton.language as tl
 
+    from .rounding import widened
+
     source = Program.parse(text).source()
     name = f"<narrowgate program {text}>"
     # Triton reads a function's text through inspect, which finds it here as it would in a file.
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
     # The module's name is part of what Triton keys its cache by, so it must not vary between processes.
-    scope: dict[str, Any] = {"triton": triton, "tl": tl, "__name__": "narrowgate.precision.kernels.generated"}
+    scope: dict[str, Any] = {
+        "triton": triton,
+        "tl": tl,
+        "widened": widened,
+        "__name__": "narrowgate.precision.kernels.generated",
+    }
     exec(compile(source, name, "exec"), scope)
     return scope["tile"]

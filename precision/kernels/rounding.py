@@ -23,6 +23,17 @@ def magnitude_bits(x):
 
 
 @triton.jit
+def widened(x):
+    """A tile ``x`` in FP32, in two halves of its columns.
+
+    Where one instruction widened it, Triton would turn the tile before that rather than its codes, and compute all that
+    follows twice.
+    """
+    even, odd = tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
+    return tl.reshape(tl.join(even.to(tl.float32), odd.to(tl.float32)), x.shape)
+
+
+@triton.jit
 def clip_to(x, limit):
     """Clip FP32 ``x`` to [-limit, limit]; NaN and infinity pass."""
     clipped = tl.minimum(tl.maximum(x, -limit), limit)
