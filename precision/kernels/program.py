@@ -40,9 +40,9 @@ OPS: dict[str, tuple[int, str, Any]] = {
     "sqrt": (1, "tl.sqrt({0})", torch.sqrt),
     "rsqrt": (1, "tl.rsqrt({0})", torch.rsqrt),
     "erf": (1, "tl.erf({0})", torch.erf),
-    "sigmoid": (1, "tl.sigmoid({0})", torch.sigmoid),
+    "sigmoid": (1, "sigmoid({0})", torch.sigmoid),
     # tanh x = 2 sigmoid(2 x) - 1, which loses nothing that FP8 would keep.
-    "tanh": (1, "2.0 * tl.sigmoid(2.0 * {0}) - 1.0", torch.tanh),
+    "tanh": (1, "2.0 * sigmoid(2.0 * {0}) - 1.0", torch.tanh),
     "maximum": (2, "tl.maximum({0}, {1}, tl.PropagateNan.ALL)", torch.maximum),
     "minimum": (2, "tl.minimum({0}, {1}, tl.PropagateNan.ALL)", torch.minimum),
     "gt": (2, "({0} > {1}).to(tl.float32)", torch.gt),
@@ -115,6 +115,34 @@ class Program:
         shape = torch.broadcast_shapes(*(leaf.shape for leaf in leaves))
         return torch.cat([values[r].expand(shape) for r in self.results], -1)
 
+    def _gate(self, instruction: Instruction) -> int | None:
+        """Whose sigmoid ``instruction`` is, or whose it multiplies by: x / (1 + exp(-x)) is how silu is decomposed.
+
+        A sigmoid is the cheaper of the two in a kernel, and a gate's gradient has both.
+        """
+        if instruction.op == "sigmoid":
+            (of,) = instruction.arguments
+            return of if isinstance(of, int) else None
+        if instruction.op != "div":
+            return None
+        total = self._step(instruction.arguments[1], "add")
+        if total is None:
+            return None
+        terms = [a for a in total.arguments if isinstance(a, int)]
+        if len(terms) != 1 or 1.0 not in [a for a in total.arguments if isinstance(a, float)]:
+            return None
+        power = self._step(terms[0], "exp")
+        negative = power and self._step(power.arguments[0], "neg")
+        of = negative.arguments[0] if negative else None
+        return of if isinstance(of, int) else None
+
+    def _step(self, value: Argument, op: str) -> Instruction | None:
+        """The instruction that computes ``value``, where it is an ``op``."""
+        if isinstance(value, float) or value < len(self.leaves):
+            return None
+        found = self.instructions[value - len(self.leaves)]
+        return found if found.op == op else None
+
     def source(self) -> str:
         """Return the Triton function of one tile; see :func:`tile_function`."""
         lines = [
@@ -140,9 +168,18 @@ class Program:
                 lines.append(f"    v{i} = tl.load(leaves[{i}] + n, mask=inside_n, other=0.0).to(tl.float32)[None, :]")
             else:
                 lines.append(f"    v{i} = tl.load(leaves[{i}]).to(tl.float32)")
+        gates = {}
         for place, instruction in enumerate(self.instructions, len(self.leaves)):
             arguments = [_literal(a) if isinstance(a, float) else f"v{a}" for a in instruction.arguments]
-            lines.append(f"    v{place} = " + OPS[instruction.op][1].format(*arguments))
+            gate = self._gate(instruction)
+            if gate is not None and gate not in gates:
+                gates[gate] = f"g{place}"
+                lines.append(f"    g{place} = {OPS['sigmoid'][1].format(f'v{gate}')}")
+            if gate is None:
+                result = OPS[instruction.op][1].format(*arguments)
+            else:
+                result = gates[gate] if instruction.op == "sigmoid" else f"{arguments[0]} * {gates[gate]}"
+            lines.append(f"    v{place} = {result}")
         lines.append("    full = tl.zeros([m.shape[0], n.shape[0]], tl.float32)")
         results = ", ".join(f"tl.broadcast_to(v{r}, full.shape)" for r in self.results)
         lines.append(f"    return ({results},)")
@@ -182,7 +219,7 @@ def tile_function(text: str) -> Any:
     import triton
     import triton.language as tl
 
-    from .rounding import widened
+    from .rounding import sigmoid, widened
 
     source = Program.parse(text).source()
     name = f"<narrowgate program {text}>"
@@ -192,6 +229,7 @@ def tile_function(text: str) -> Any:
     scope: dict[str, Any] = {
         "triton": triton,
         "tl": tl,
+        "sigmoid": sigmoid,
         "widened": widened,
         "__name__": "narrowgate.precision.kernels.generated",
     }

@@ -99,7 +99,11 @@ def test_compiled_on_a_gpu_its_producers_move_too(monkeypatch, gated_block):
 
 
 @pytest.mark.parametrize("shape", [(64, 256), (70, 130), (1, 8), (0, 16)], ids=str)
-@pytest.mark.parametrize("program", ["mn|0", "mn,mn,m,n;sigmoid 0;mul 0 4;mul 5 1;mul 6 2;mul 7 3|8", "mn,mn|0,1"])
+@pytest.mark.parametrize("program", [
+    "mn|0", "mn,mn,m,n;sigmoid 0;mul 0 4;mul 5 1;mul 6 2;mul 7 3|8", "mn,mn|0,1",
+    "mn,mn;neg 0;exp 2;add #1.0 3;div 0 4;mul 5 1|6",
+    "mn;exp 0;neg 0;exp 2;add 3 1;div 0 4;add 3 #2.0;div 0 6;sigmoid 0|5,7,8",
+])  # fmt: skip
 @pytest.mark.parametrize("layout", ["contiguous", "strided"])
 class TestKernel:
     pytestmark = GPU
