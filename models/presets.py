@@ -96,7 +96,7 @@ _PRESETS = (
     Preset(
         name="gem-base",
         model=GemConfig(
-            d=512, heads=4, layers=3, max_tokens=256, n_summary=8, n_pma=8, n_recent=8, n_lcb=32, n_fmb=32, fm_rank=64,
+            d=512, heads=4, layers=3, max_tokens=64, n_summary=8, n_pma=8, n_recent=8, n_lcb=32, n_fmb=32, fm_rank=64,
             fm_hidden=(8192, 8192), cross_rank=512, pffn_tokens=32, head_hidden=512, residual="autocast",
             attention="jagged",
         ),

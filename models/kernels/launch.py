@@ -31,13 +31,16 @@ class Tiles:
     stages: int
 
 
-#: By kernel, for heads up to 64 and up to 128 elements wide: what fits registers (keys have two sums to hold) and
-#: shared memory of a Hopper multiprocessor.
+#: By kernel: for heads up to 64 elements wide, for wider ones over short rows, and over long ones. Large tiles are what
+#: fits registers (keys have two sums to hold) and shared memory of a Hopper multiprocessor. Over rows of at most ``SHORT``
+#: tokens a program's loop ends after a few tiles: what hides its loads is more programs at a time, so small tiles and
+#: little shared memory took two thirds of the time of large ones, measured on an H200 (docs/models.md).
 TILES = {
-    "forward": (Tiles(128, 64, 4, 3), Tiles(128, 64, 8, 3)),
-    "query_gradient": (Tiles(128, 64, 8, 2), Tiles(128, 64, 8, 2)),
-    "key_gradient": (Tiles(64, 128, 8, 2), Tiles(64, 128, 8, 2)),
+    "forward": (Tiles(128, 64, 4, 3), Tiles(64, 64, 4, 1), Tiles(128, 64, 8, 3)),
+    "query_gradient": (Tiles(128, 64, 8, 2), Tiles(64, 64, 4, 1), Tiles(128, 64, 8, 2)),
+    "key_gradient": (Tiles(64, 128, 8, 2), Tiles(32, 64, 4, 2), Tiles(64, 128, 8, 2)),
 }
+SHORT = 256
 #: FP32 is multiplied outside of the matrix units, from registers.
 FP32_TILES = Tiles(16, 16, 4, 1)
 _LEAST = 16
@@ -49,7 +52,9 @@ _INVERSE_ELEMENTS = 8192
 
 def tiles_for(kernel: str, head: int, dtype: torch.dtype, rules: Rules) -> Tiles:
     """Return the tiles of ``kernel`` for heads of width ``head``, no longer than rows can be."""
-    found = FP32_TILES if dtype is torch.float32 else TILES[kernel][head > 64]
+    narrow, short, long = TILES[kernel]
+    wide = short if max(rules.max_q, rules.max_kv) <= SHORT else long
+    found = FP32_TILES if dtype is torch.float32 else narrow if head <= 64 else wide
     longest = (max(_LEAST, triton.next_power_of_2(n)) for n in (rules.max_q, rules.max_kv))
     queries, keys = (min(size, most) for size, most in zip((found.queries, found.keys), longest, strict=True))
     # What is summed up lies in registers: as many rows as the program's own side has.

@@ -39,7 +39,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 @pytest.fixture(scope="module")
 def task() -> GemTask:
     sized = runpy.run_path(str(SCRIPT))["sized"]
-    options = type("Options", (), {"model": "gem-base", "tiny": True, "batch": 32})
+    options = type("Options", (), {"model": "gem-base", "tiny": True, "batch": 32, "max_tokens": None})
     return GemTask.open(sized(options), "synthetic")
 
 
@@ -313,7 +313,7 @@ def test_uses_are_those_of_the_model() -> None:
         return original(sources, layout, queries, keys, *rest, **named)
 
     sized = runpy.run_path(str(SCRIPT))["sized"]
-    preset = sized(type("Options", (), {"model": "gem-base", "tiny": True, "batch": 8}))
+    preset = sized(type("Options", (), {"model": "gem-base", "tiny": True, "batch": 8, "max_tokens": None}))
     task = GemTask.open(replace(preset, model=config), "synthetic")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "attend_in_rows", counted)

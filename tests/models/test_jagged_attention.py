@@ -250,7 +250,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(launch, "SWEEPERS", 2)
         sizes = {"forward": (16, 32), "query_gradient": (32, 16), "key_gradient": (16, 16)}
         for name, (queries, keys) in sizes.items():
-            monkeypatch.setitem(launch.TILES, name, (launch.Tiles(queries, keys, 4, 1),) * 2)
+            monkeypatch.setitem(launch.TILES, name, (launch.Tiles(queries, keys, 4, 1),) * 3)
 
 
 #: Lengths past several tiles of either size; empty queries, empty keys, both empty.

@@ -52,7 +52,7 @@ def test_a_step_is_traced_without_weights() -> None:
     large = GemTask.open("gem-base", device="meta")
     rows = trace_rows(large, large.build_model())
     assert rows["layers.0.interaction.mlp.0"] == 4096
-    assert rows["layers.0.sequence.uvqk"] > 100 * 4096
+    assert rows["layers.0.sequence.uvqk"] > 50 * 4096
 
 
 def test_lokas_switches_change_the_model(small: Preset) -> None:
