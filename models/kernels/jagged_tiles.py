@@ -1,0 +1,167 @@
+"""What the kernels of attention over jagged rows do with a tile: find it, load it, know what it may see, store it."""
+
+# Triton comes with CUDA builds of PyTorch only, and its decorator hides that a kernel takes a grid.
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false, reportArgumentType=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def activate(x, NAME: tl.constexpr):
+    """Activation of FP32 scores, and its derivative; what a kernel does not use is not compiled."""
+    if NAME == "silu":
+        gate = tl.sigmoid(x)
+        y = x * gate
+        slope = gate + y * (1.0 - gate)
+    elif NAME == "gelu":
+        gate = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+        y = x * gate
+        slope = gate + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
+    elif NAME == "gelu_tanh":
+        gate = tl.sigmoid(1.5957691216057308 * x * (1.0 + 0.044715 * x * x))
+        y = x * gate
+        slope = gate + y * (1.0 - gate) * 1.5957691216057308 * (1.0 + 0.134145 * x * x)
+    elif NAME == "hardswish":
+        y = x * tl.minimum(tl.maximum(x + 3.0, 0.0), 6.0) * (1.0 / 6.0)
+        slope = tl.where(x < -3.0, 0.0, tl.where(x <= 3.0, x * (1.0 / 3.0) + 0.5, 1.0))
+    else:
+        tl.static_assert(NAME == "relu")
+        y = tl.maximum(x, 0.0)
+        slope = tl.where(x > 0.0, 1.0, 0.0)
+    return y, slope
+
+
+@triton.jit
+def place_of(tiles, HEADS: tl.constexpr):
+    """(tile, head, row) of this program."""
+    program = tl.program_id(0)
+    return program % tiles, program // tiles % HEADS, program // tiles // HEADS
+
+
+@triton.jit
+def row_of(offsets, row, rows, longest, tokens):
+    """(first token, the first that counts, how many count); row ``rows`` and further ones are what lies behind."""
+    first = tl.load(offsets + tl.minimum(row, rows))
+    end = tl.load(offsets + row + 1, mask=row < rows, other=tokens)
+    count = tl.where(row < rows, tl.minimum(end - first, longest), 0)
+    return first, end - count, count.to(tl.int32)
+
+
+@triton.jit
+def load_tokens(base, first, at, count, stride, DH: tl.constexpr, BD: tl.constexpr):
+    """Tokens [len(at), BD] of one head; zeros past the ``count`` of the row and past the head's width."""
+    d = tl.arange(0, BD)
+    rows = base + first * stride + at[:, None] * stride + d[None, :]
+    if BD == DH:
+        x = tl.load(rows, mask=(at < count)[:, None], other=0.0)
+    else:
+        x = tl.load(rows, mask=(at < count)[:, None] & (d < DH)[None, :], other=0.0)
+    return x
+
+
+@triton.jit
+def store_tokens(base, first, at, count, x, stride, DH: tl.constexpr, BD: tl.constexpr):
+    """Write what :func:`load_tokens` would read, in the type that lies there."""
+    d = tl.arange(0, BD)
+    rows = base + first * stride + at[:, None] * stride + d[None, :]
+    tl.store(rows, x.to(base.dtype.element_ty), mask=(at < count)[:, None] & (d < DH)[None, :])
+
+
+@triton.jit
+def load_inverse(inverse, first, at, count, HEADS: tl.constexpr):
+    """Inverse root mean squares of a tile's tokens, of one head; zeros past the row's end."""
+    return tl.load(inverse + (first + at) * HEADS, mask=at < count, other=0.0)
+
+
+@triton.jit
+def inverse_rms(x, eps, DH: tl.constexpr):
+    """1 / √(mean x² + eps) of each token [BM, BD], FP32; elements past the head's width are zeros."""
+    wide = x.to(tl.float32)
+    return tl.rsqrt(tl.sum(wide * wide, 1) * (1.0 / DH) + eps)
+
+
+@triton.jit
+def through_rms(grad, x, inverse, DH: tl.constexpr):
+    """The gradient of ``x`` for that of ``x`` over its root mean square, all FP32."""
+    y = x.to(tl.float32) * inverse[:, None]
+    return (grad - y * (tl.sum(grad * y, 1) * (1.0 / DH))[:, None]) * inverse[:, None]
+
+
+@triton.jit
+def clear(
+    base,
+    first,
+    count,
+    tile,
+    tiles,
+    row,
+    rows,
+    sweepers,
+    stride,
+    DH: tl.constexpr,
+    BD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Zeros for tokens that count in no row, shared among the programs of a row, or of those behind the last."""
+    zeros = tl.zeros([BLOCK, BD], tl.float32)
+    programs = tl.where(row < rows, tiles, tiles * sweepers)
+    share = tile + tl.maximum(row - rows, 0) * tiles
+    for start in range(share * BLOCK, count, programs * BLOCK):
+        store_tokens(base, first, start + tl.arange(0, BLOCK), count, zeros, stride, DH, BD)
+
+
+@triton.jit
+def visible(i, j, shift, window, limited, WINDOWED: tl.constexpr):
+    """Which keys j the queries i may see; queries from ``limited`` on have no window."""
+    back = i + shift - j
+    seen = back >= 0
+    if WINDOWED:
+        seen = seen & ((back < window) | (i >= limited))
+    return seen
+
+
+@triton.jit
+def keys_of(i0, i1, queries, keys, window, n_summary, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, BN: tl.constexpr):
+    """Keys for queries i0 .. i1 - 1: seen by some in [low, high), by all in [first, last)."""
+    shift = keys - queries
+    low = 0
+    first = 0
+    last = keys
+    high = keys
+    if CAUSAL:
+        high = tl.minimum(tl.maximum(i1 + shift, 0), keys)
+        last = tl.maximum(i0 + shift + 1, 0) // BN * BN
+    if WINDOWED:
+        low = tl.where(i1 > queries - n_summary, 0, tl.maximum(i0 + shift - window + 1, 0) // BN * BN)
+        first = tl.cdiv(tl.maximum(i1 + shift - window, 0), BN) * BN
+    first = tl.minimum(tl.maximum(first, low), high)
+    last = tl.maximum(tl.minimum(last, high), first)
+    return low, first, last, high
+
+
+@triton.jit
+def queries_of(
+    j0, j1, queries, keys, window, n_summary, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, BM: tl.constexpr
+):
+    """Queries that see some of the keys j0 .. j1 - 1 in [low, high), all in [first, last), and summaries from there."""
+    shift = keys - queries
+    low = 0
+    first = 0
+    last = queries
+    high = queries
+    if CAUSAL:
+        low = tl.maximum(j0 - shift, 0) // BM * BM
+        first = tl.cdiv(tl.maximum(j1 - 1 - shift, 0), BM) * BM
+    if WINDOWED:
+        high = tl.minimum(tl.maximum(j1 - 1 - shift + window, 0), queries)
+        last = tl.maximum(j0 - shift + window, 0) // BM * BM
+    first = tl.minimum(tl.maximum(first, low), high)
+    last = tl.maximum(tl.minimum(last, high), first)
+    summaries = queries
+    if WINDOWED:
+        passed = low + tl.cdiv(tl.maximum(high - low, 0), BM) * BM
+        summaries = tl.maximum(passed, tl.maximum(queries - n_summary, 0) // BM * BM)
+    return low, first, last, high, summaries
