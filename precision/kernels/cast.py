@@ -30,7 +30,7 @@ from .rounding import (
     rms_limit,
     rounded_to,
     scale_of,
-    sum_of_squares,
+    sums_of_squares,
     tile_bits,
 )
 
@@ -73,9 +73,10 @@ def amax_kernel(
         return
     n = pid_n * BN + tl.arange(0, BN)
     inside_n = inside_of(n, N, EVEN)
-    # Maxima are kept apart for each element of a tile, and reduced once.
-    total = tl.zeros([BM, BN], tl.int32)
-    squares = tl.zeros([BM], tl.float64)
+    # Of eight neighbours, which lie in one thread, and reduced once.
+    larger = tl.zeros([BM, BN // 8], tl.float32)
+    squares = tl.zeros([BM, BN // 8], tl.float64)
+    total = tl.zeros([], tl.int32)
     if BY_COLUMN:
         # Piece by piece, so that one set of maxima is enough; what another piece loaded is still in cache.
         for p in tl.static_range(PIECES):
@@ -88,11 +89,13 @@ def amax_kernel(
                 bits = magnitude_bits(v)
                 piece = tl.maximum(piece, bits)
                 if SQUARES:
-                    squares += sum_of_squares(v)
+                    squares += sums_of_squares(v, BM, BN)
                 if BY_ROW:
                     tl.store(row_out + (p * tl.num_programs(1) + pid_n) * M + m, tl.max(bits, 1), mask=inside_m)
-            total = tl.maximum(total, piece)
-            tl.store(column_out + pid_m * (N * PIECES) + p * N + n, tl.max(piece, 0), mask=inside_n)
+            columns = tl.max(piece, 0)
+            if BY_TENSOR:
+                total = tl.maximum(total, tl.max(columns, 0))
+            tl.store(column_out + pid_m * (N * PIECES) + p * N + n, columns, mask=inside_n)
     else:
         for i in range(LOOP):
             m = (pid_m * LOOP + i).to(tl.int64) * BM + tl.arange(0, BM)
@@ -100,16 +103,31 @@ def amax_kernel(
             values = TILE(leaves, strides, m, n, inside_m, inside_n, ALIGNED)
             for p in tl.static_range(PIECES):
                 v = tl.where(inside_m[:, None] & inside_n[None, :], values[p], 0.0)
-                bits = magnitude_bits(v)
-                total = tl.maximum(total, bits)
+                if BY_TENSOR:
+                    larger = _larger(larger, _of_eight(v, BM, BN))
                 if SQUARES:
-                    squares += sum_of_squares(v)
+                    squares += sums_of_squares(v, BM, BN)
                 if BY_ROW:
-                    tl.store(row_out + (p * tl.num_programs(1) + pid_n) * M + m, tl.max(bits, 1), mask=inside_m)
+                    largest = tl.max(magnitude_bits(v), 1)
+                    tl.store(row_out + (p * tl.num_programs(1) + pid_n) * M + m, largest, mask=inside_m)
+        if BY_TENSOR:
+            total = tl.max(magnitude_bits(larger))
     if BY_TENSOR:
-        tl.store(tensor_out + pid_m * tl.num_programs(1) + pid_n, tl.max(total))
+        tl.store(tensor_out + pid_m * tl.num_programs(1) + pid_n, total)
     if SQUARES:
-        tl.store(squares_out + pid_m * tl.num_programs(1) + pid_n, tl.sum(squares, 0))
+        found = tl.sum(squares)
+        if not (found < float("inf")):
+            # Rare enough to read again: some value is not finite, and counts as zero.
+            squares = tl.zeros([BM, BN // 8], tl.float64)
+            for i in range(LOOP):
+                m = (pid_m * LOOP + i).to(tl.int64) * BM + tl.arange(0, BM)
+                inside_m = inside_of(m, M, EVEN)
+                values = TILE(leaves, strides, m, n, inside_m, inside_n, ALIGNED)
+                for p in tl.static_range(PIECES):
+                    v = tl.where(inside_m[:, None] & inside_n[None, :], values[p], 0.0)
+                    squares += sums_of_squares(tl.where(tl.abs(v) < float("inf"), v, 0.0), BM, BN)
+            found = tl.sum(squares)
+        tl.store(squares_out + pid_m * tl.num_programs(1) + pid_n, found)
 
 
 @triton.jit
