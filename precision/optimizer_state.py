@@ -6,6 +6,9 @@ to FP32, lets the optimizer's own ``step`` update these parameters, and stores t
 (:mod:`narrowgate.precision.moments`). Beside what is stored, the FP32 moments of ``BUCKET`` elements, or of the largest
 parameter, exist at a time.
 
+Where the step is PyTorch's fused Adam or AdamW on a GPU and the moments are BF16, the parameter and its moments are
+updated as they are stored, in one pass and all parameters at once (:mod:`narrowgate.precision.fused_adam`).
+
 Which optimizers that is right for is found out, not listed (:mod:`narrowgate.precision.optimizer_trial`). State that
 is smaller than its parameter (``step``, a row's accumulator) is kept as it is.
 
@@ -30,6 +33,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .errors import NarrowgateError, NotBuiltError
+from .fused_adam import FusedStep, StoredMoment, can_take, take
 from .moments import (
     MOMENTS,
     Place,
@@ -61,6 +65,8 @@ class _Storage:
         self.names: dict[Tensor, str] = {}
         self._keys: dict[Tensor, Tensor] = {}
         self._places: dict[Tensor, Place] = {}
+        #: Whose step did something else to moments than one fused call does.
+        self.apart: set[Tensor] = set()
 
     def learn(self, groups: Sequence[Mapping[str, Any]], names: Mapping[Tensor, str]) -> None:
         """Name the parameters of ``groups``: as ``names`` has it, else the optimizer, else by their place in it.
@@ -115,7 +121,13 @@ class LowPrecisionOptimizer(Optimizer):
         _storage(self).learn(groups, {})  # of groups that were added since
         with torch.no_grad():
             for group in groups:
-                for bucket in _buckets(group["params"]):
+                whole = [parameter for parameter in group["params"] if _in_one_pass(self, group, parameter)]
+                if whole:
+                    with _standing_in(self, whole) as opened, _only(self, group, whole):
+                        update(self)
+                    _put_back(self, opened)
+                passed = set(whole)
+                for bucket in _buckets([parameter for parameter in group["params"] if parameter not in passed]):
                     stored = {parameter: _fetch(self, parameter) for parameter in bucket}
                     with _only(self, group, bucket):
                         update(self)
@@ -261,6 +273,61 @@ def _only(optimizer: Optimizer, group: dict[str, Any], parameters: list[Tensor])
         optimizer.param_groups, group["params"] = groups, everything
 
 
+def _in_one_pass(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor) -> bool:
+    """Whether the parameter is updated as its moments are stored, if the step is the fused one that ``group`` asks for.
+
+    Not the first time: the optimizer makes its state then.
+    """
+    storage, state = _storage(optimizer), optimizer.state.get(parameter)
+    if not group.get("fused") or not state or parameter in storage.apart or not storage.spec.high_precision:
+        return False
+    stored = [state.get(name) for name in MOMENTS]
+    return isinstance(state.get("step"), Tensor) and can_take(parameter, stored, storage.place(parameter))
+
+
+@contextmanager
+def _standing_in(optimizer: Optimizer, parameters: Sequence[Tensor]) -> Iterator[dict[Tensor, dict[str, Tensor]]]:
+    """Within, stand-ins are in the place of stored moments.
+
+    Yields:
+        What was stored, filled in afterwards: of parameters whose moments are FP32 now, for :func:`_put_back`.
+    """
+    storage = _storage(optimizer)
+
+    def keys(parameters: Sequence[Tensor], steps: Sequence[Tensor]) -> Tensor:
+        return _call_keys(storage, parameters, steps)
+
+    def taken(step: FusedStep) -> bool:
+        return take(step, keys if storage.spec.sr else None)
+
+    stood: dict[Tensor, dict[str, tuple[Tensor, StoredMoment]]] = {}
+    for parameter in parameters:
+        state, place = optimizer.state[parameter], storage.place(parameter)
+        stood[parameter] = {
+            name: (state[name], StoredMoment(parameter, name, local(state[name]), place, taken)) for name in MOMENTS
+        }
+        for name, (_, moment) in stood[parameter].items():
+            state[name] = moment
+    opened: dict[Tensor, dict[str, Tensor]] = {}
+    try:
+        yield opened
+    finally:
+        for parameter, moments in stood.items():
+            state = optimizer.state[parameter]
+            untouched = all(
+                state.get(name) is moment and moment.opened is None for name, (_, moment) in moments.items()
+            )
+            if not untouched:
+                opened[parameter] = {name: stored for name, (stored, _) in moments.items()}
+            for name, (stored, _) in moments.items():
+                left = state.get(name)
+                if isinstance(left, StoredMoment):
+                    state[name] = stored if untouched else left.open()
+        # In a capture a step is taken apart where its kernel is not compiled yet, which it may be later.
+        if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+            storage.apart.update(opened)
+
+
 def _fetch(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
     """Bring a parameter's moments to FP32 in the optimizer's state; returns what was stored."""
     storage, state = _storage(optimizer), optimizer.state.get(parameter)
@@ -305,20 +372,26 @@ def _put_back(optimizer: Optimizer, stored: Mapping[Tensor, Mapping[str, Tensor]
 
 def _keys(optimizer: Optimizer, parameters: Sequence[Tensor]) -> dict[Tensor, Tensor]:
     """int64 [moments] by parameter: the keys of the step that each has just done."""
-    storage = _storage(optimizer)
     devices: dict[torch.device, list[Tensor]] = {}
     for parameter in parameters:
         devices.setdefault(local(parameter).device, []).append(parameter)
     found: dict[Tensor, Tensor] = {}
-    for device, alike in devices.items():
-        steps = [torch.as_tensor(optimizer.state[parameter]["step"]).reshape(()) for parameter in alike]
-        counted = torch.stack([local(step) for step in steps]).to(device=device, dtype=torch.int64)
-        keys = call_key(torch.stack([storage.key(parameter) for parameter in alike]), counted[:, None])
-        assert isinstance(keys, Tensor)
+    for alike in devices.values():
+        steps = [torch.as_tensor(optimizer.state[parameter]["step"]) for parameter in alike]
+        keys = _call_keys(_storage(optimizer), alike, steps)
         # Each on 16 bytes of its own: kernels launch fast on aligned addresses only.
         keys = torch.stack((keys, keys), -1)[..., 0]
         found |= dict(zip(alike, keys.unbind(), strict=True))
     return found
+
+
+def _call_keys(storage: _Storage, parameters: Sequence[Tensor], steps: Sequence[Tensor]) -> Tensor:
+    """int64 [n, moments]: keys of n parameters of one device, each with the number of its step, of any shape."""
+    device = local(parameters[0]).device
+    counted = torch.stack([local(step).reshape(()) for step in steps]).to(device=device, dtype=torch.int64)
+    keys = call_key(torch.stack([storage.key(parameter) for parameter in parameters]), counted[:, None])
+    assert isinstance(keys, Tensor)
+    return keys
 
 
 def _store_all(optimizer: Optimizer) -> None:
