@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .rounding import philox
+
 _BLOCK = 1024
 
 
@@ -32,7 +34,7 @@ def fill_random_bits(key: Tensor, offset: int, count: int) -> Tensor:
 @triton.jit
 def _fill(out, key, first, skip, count, counters, BLOCK: tl.constexpr):
     local = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    w0, w1, w2, w3 = tl.randint4x(tl.load(key), first + local)
+    w0, w1, w2, w3 = philox(tl.load(key), first + local)
     # Element 8 c + j takes word j // 2: the low half where j is even, the high half where it is odd.
     low = tl.join(tl.join(w0, w2), tl.join(w1, w3))
     halves = tl.join(low & 0xFFFF, low >> 16)
@@ -69,7 +71,7 @@ def _fill_groups(out, keys, group, place, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     begin = tl.load(place + row) * width
     local = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    w0, w1, w2, w3 = tl.randint4x(tl.load(keys + tl.load(group + row)), begin // 8 + local)
+    w0, w1, w2, w3 = philox(tl.load(keys + tl.load(group + row)), begin // 8 + local)
     low = tl.join(tl.join(w0, w2), tl.join(w1, w3))
     halves = tl.join(low & 0xFFFF, low >> 16)
     bits = tl.reshape(halves, (BLOCK, 8)).to(tl.int16)

@@ -155,6 +155,36 @@ def _carry(x, bits, mantissa: tl.constexpr, bias: tl.constexpr):
     return kept.to(tl.float32, bitcast=True) * (2.0 ** (127 - bias))
 
 
+_ROUND = (
+    "add.u32 k, k, 0x9E3779B9; add.u32 l, l, 0xBB67AE85; mul.wide.u32 a, x, 0xD2511F53; mul.wide.u32 b, z, 0xCD9E8D57;"
+    "mov.b64 {p, h}, a; mov.b64 {q, g}, b; lop3.b32 x, g, y, k, 0x96; lop3.b32 z, h, w, l, 0x96; mov.b32 y, q;"
+    "mov.b32 w, p;"
+)
+#: Words x, y, z, w, of which the first round knows two to be zero, and keys k, l. One product holds both halves.
+_PHILOX = tl.constexpr(
+    "{.reg .b64 a, b; .reg .b32 x, y, z, w, k, l, p, q, g, h; mov.b32 k, $6; mov.b32 l, $7;"
+    "mul.wide.u32 a, $4, 0xD2511F53; mov.b64 {w, h}, a; xor.b32 x, $5, k; xor.b32 z, h, l; mov.b32 y, 0;"
+    + 9 * _ROUND
+    + "mov.b32 $0, x; mov.b32 $1, y; mov.b32 $2, z; mov.b32 $3, w;}"
+)
+
+
+@triton.jit
+def philox(key, counter):
+    """Philox4x32-10 of an int64 ``counter`` under an int64 ``key``: the four 32-bit words of ``tl.randint4x``.
+
+    In one piece, which also costs a layout pass of Triton's so little that it draws anew rather than move bits.
+    """
+    if _INTERPRETED:
+        return tl.randint4x(key, counter)
+    else:  # noqa: RET505 - a branch not taken must not be compiled, so one return a branch
+        return tl.inline_asm_elementwise(
+            _PHILOX, "=r,=r,=r,=r,r,r,r,r",
+            [counter.to(tl.uint32), (counter >> 32).to(tl.uint32), key.to(tl.uint32), (key >> 32).to(tl.uint32)],
+            dtype=(tl.uint32, tl.uint32, tl.uint32, tl.uint32), is_pure=True, pack=1,
+        )  # fmt: skip
+
+
 @triton.jit
 def tile_bits(key, row, first, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """16 random bits, int32 [ROWS, COLUMNS], of the elements of a tile of a row-major tensor.
@@ -167,7 +197,7 @@ def tile_bits(key, row, first, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr)
     """
     # Element e of the tensor draws lane e % 8 of counter e // 8, as narrowgate.precision.stochastic does.
     counter = row[:, None] * (width // 8) + (first // 8 + tl.arange(0, COLUMNS // 8))[None, :]
-    w0, w1, w2, w3 = tl.randint4x(key, counter)
+    w0, w1, w2, w3 = philox(key, counter)
     low = tl.join(tl.join(w0, w2), tl.join(w1, w3))
     halves = tl.join(low & 0xFFFF, (low >> 16) & 0xFFFF)
     return tl.reshape(halves, (ROWS, COLUMNS)).to(tl.int32)
