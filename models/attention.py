@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from .config import GemConfig
 from .functional import ACTIVATION_FUNCTIONS, EPS, RMSNorm, linear, unit_rms
 from .jagged import Rows, Window, even_rows
-from .jagged_operator import jagged_attention
+from .jagged_operator import gated_jagged_attention, jagged_attention
 from .kernels.reference import Rules
 
 
@@ -60,6 +60,21 @@ def sequence_mask(length: int, n_summary: int, window: int | None, device: torch
     return mask
 
 
+def attention_rules(queries: Rows, keys: Rows, config: GemConfig, *, causal: bool = False) -> Rules:
+    """Return what :func:`attend_in_rows` computes with."""
+    return Rules(
+        max_q=queries.width,
+        max_kv=keys.width,
+        activation=config.activation,
+        scale=(config.d // config.heads) ** -0.5,
+        norm=float(keys.width),
+        causal=causal,
+        window=(config.window or 0) if causal else 0,
+        n_summary=config.n_summary if causal else 0,
+        eps=EPS,
+    )
+
+
 def attend_in_rows(
     sources: Sequence[Tensor], layout: str, queries: Rows, keys: Rows, config: GemConfig, *, causal: bool = False
 ) -> Tensor:
@@ -76,17 +91,7 @@ def attend_in_rows(
     Returns:
         [Tq, d] in the type of the sources; zeros outside of the rows.
     """
-    rules = Rules(
-        max_q=queries.width,
-        max_kv=keys.width,
-        activation=config.activation,
-        scale=(config.d // config.heads) ** -0.5,
-        norm=float(keys.width),
-        causal=causal,
-        window=(config.window or 0) if causal else 0,
-        n_summary=config.n_summary if causal else 0,
-        eps=EPS,
-    )
+    rules = attention_rules(queries, keys, config, causal=causal)
     return jagged_attention(sources, queries.offsets, keys.offsets, rules, heads=config.heads, layout=layout)
 
 
@@ -148,8 +153,8 @@ class SequenceArch(nn.Module):
         activation = ACTIVATION_FUNCTIONS[config.activation]
         kv = self.pffn_kv(summary.flatten(1)).unflatten(-1, (config.pffn_tokens, -1))
         tokens = tokens + self._feed(self.pffn_q(self.pffn_norm(tokens)), kv, window)
-        u, vqk = activation(self.uvqk(self.norm(tokens))).split([config.d, 3 * config.d], -1)
-        update = self.out(self.attention_norm(self._attend(vqk, window)) * u)
+        u, attended = self._attend(activation(self.uvqk(self.norm(tokens))), window)
+        update = self.out(self.attention_norm(attended) * u)
         return tokens + F.dropout(update, config.sequence_dropout, self.training)
 
     def _feed(self, q: Tensor, kv: Tensor, window: Rows) -> Tensor:
@@ -162,12 +167,15 @@ class SequenceArch(nn.Module):
         k, v = kv.chunk(2, -1)
         return window.flatten(pointwise_attention(window.pad(q), k, v, heads=config.heads, activation=activation))
 
-    def _attend(self, vqk: Tensor, window: Rows) -> Tensor:
-        """Values, queries and keys [T, 3 d] -> [T, d], each token over what :func:`sequence_mask` shows it."""
+    def _attend(self, uvqk: Tensor, window: Rows) -> tuple[Tensor, Tensor]:
+        """Gates, values, queries and keys [T, 4 d] -> the gates [T, d], and what each token saw of its row [T, d]."""
         config = self.config
         if not isinstance(window, Window):
-            return attend_in_rows([vqk], "vqk", window, window, config, causal=True)
+            rules = attention_rules(window, window, config, causal=True)
+            return gated_jagged_attention(uvqk, window.offsets, rules, heads=config.heads)
         activation = ACTIVATION_FUNCTIONS[config.activation]
+        u, vqk = uvqk.split([config.d, 3 * config.d], -1)
         v, q, k = window.pad(vqk).chunk(3, -1)
         mask = sequence_mask(window.width, config.n_summary, config.window, vqk.device)
-        return window.flatten(pointwise_attention(q, k, v, heads=config.heads, activation=activation, mask=mask))
+        out = pointwise_attention(q, k, v, heads=config.heads, activation=activation, mask=mask)
+        return u, window.flatten(out)

@@ -3,11 +3,12 @@
 ``jagged_attention(sources, layout, heads, q_offsets, kv_offsets, max_q, max_kv, activation, scale, norm, causal,
 window, n_summary, eps)`` computes ``activation(scale · q kᵀ) v / norm`` for queries [Tq, H, dh] and keys and values
 [Tk, H, dh], whose rows are ``offsets[b]:offsets[b + 1]``. They come as they lie in what projections put out: ``layout``
-names what each source holds side by side, ``"q|k|v"``, ``"q|kv"`` or ``"vqk"``. The arguments from ``max_q`` on are
+names what each source holds side by side, ``"q|k|v"``, ``"q|kv"``, ``"vqk"`` or ``"uvqk"``, whose u is a gate that
+attention does not read. The arguments from ``max_q`` on are
 :class:`narrowgate.models.kernels.reference.Rules`, without defaults: tensor lists and defaults do not go together in
 PyTorch's custom gradients. On a GPU it launches Triton kernels, elsewhere it is their reference. Besides the output it
 returns inverse root mean squares for ``jagged_attention_backward``, which returns the gradients of the sources, each
-written once, where it belongs; it has no gradient of its own.
+written once, where it belongs, with ``front`` as the gate's; it has no gradient of its own.
 
 Both tell :mod:`torch.utils.flop_counter` how much they multiply: whoever looks at operations sees no products inside.
 """
@@ -28,7 +29,7 @@ from .config import MAX_JAGGED_HEAD
 from .kernels.reference import ACTIVATIONS, Rules, reference_backward, reference_forward
 
 #: What sources may hold, in this order.
-LAYOUTS = ("q|k|v", "q|kv", "vqk")
+LAYOUTS = ("q|k|v", "q|kv", "vqk", "uvqk")
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _RULES = (
     "int max_q, int max_kv, str activation, float scale, float norm, bool causal, int window, int n_summary, float? eps"
@@ -41,8 +42,8 @@ _LIBRARY.define(
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _LIBRARY.define(
-    "jagged_attention_backward(Tensor grad, Tensor[] sources, Tensor q_inverse, Tensor k_inverse, str layout, "
-    f"int heads, {_OFFSETS}, {_RULES}) -> Tensor[]",
+    "jagged_attention_backward(Tensor grad, Tensor[] sources, Tensor q_inverse, Tensor k_inverse, Tensor? front, "
+    f"str layout, int heads, {_OFFSETS}, {_RULES}) -> Tensor[]",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -121,8 +122,8 @@ def _forward(
 
 
 def _backward(
-    grad: Tensor, sources: Sequence[Tensor], q_inverse: Tensor, k_inverse: Tensor, layout: str, heads: int,
-    q_offsets: Tensor, kv_offsets: Tensor, *rules: Any,
+    grad: Tensor, sources: Sequence[Tensor], q_inverse: Tensor, k_inverse: Tensor, front: Tensor | None, layout: str,
+    heads: int, q_offsets: Tensor, kv_offsets: Tensor, *rules: Any,
 ) -> list[Tensor]:  # fmt: skip
     from .kernels.launch import launch_backward
 
@@ -130,6 +131,9 @@ def _backward(
     found = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in sources]
     into, above = _parts(found, layout, heads), grad.unflatten(-1, (heads, -1))
     launch_backward(above, q, k, v, (q_inverse, k_inverse), q_offsets, kv_offsets, Rules(*rules), into)
+    if "u" in layout:
+        gate = found[0][:, : found[0].shape[1] // len(layout)]
+        gate.copy_(front) if front is not None else gate.zero_()
     return found
 
 
@@ -146,15 +150,16 @@ def _forward_on_cpu(
 
 
 def _backward_on_cpu(
-    grad: Tensor, sources: Sequence[Tensor], q_inverse: Tensor, k_inverse: Tensor, layout: str, heads: int,
-    q_offsets: Tensor, kv_offsets: Tensor, *rules: Any,
+    grad: Tensor, sources: Sequence[Tensor], q_inverse: Tensor, k_inverse: Tensor, front: Tensor | None, layout: str,
+    heads: int, q_offsets: Tensor, kv_offsets: Tensor, *rules: Any,
 ) -> list[Tensor]:  # fmt: skip
     if _interpreted():
-        return _backward(grad, sources, q_inverse, k_inverse, layout, heads, q_offsets, kv_offsets, *rules)
+        return _backward(grad, sources, q_inverse, k_inverse, front, layout, heads, q_offsets, kv_offsets, *rules)
     above, parts = grad.unflatten(-1, (heads, -1)), _parts(sources, layout, heads)
     gradients = reference_backward(above, *parts, q_offsets, kv_offsets, Rules(*rules))
-    by_name = dict(zip("qkv", gradients, strict=True))
-    return [torch.cat([by_name[name].flatten(1) for name in names], -1) for names in layout.split("|")]
+    by_name = {name: x.flatten(1) for name, x in zip("qkv", gradients, strict=True)}
+    by_name["u"] = torch.zeros_like(by_name["q"]) if front is None else front
+    return [torch.cat([by_name[name] for name in names], -1) for names in layout.split("|")]
 
 
 def _no_inverses(q: Tensor, k: Tensor, rules: Rules) -> tuple[Tensor, Tensor]:
@@ -197,7 +202,7 @@ def _gradients(ctx: Any, grad: Tensor | None, *others: None) -> tuple[Any, ...]:
     found: list[Tensor | None] = [None] * len(sources)
     if grad is not None:
         found = torch.ops.narrowgate.jagged_attention_backward(
-            grad, sources, q_inverse, k_inverse, ctx.layout, ctx.heads, q_offsets, kv_offsets, *ctx.rules
+            grad, sources, q_inverse, k_inverse, None, ctx.layout, ctx.heads, q_offsets, kv_offsets, *ctx.rules
         )
     return (found, *(None for _ in range(4 + len(ctx.rules))))
 
@@ -255,8 +260,8 @@ def _forward_flops(
 
 @register_flop_formula(torch.ops.narrowgate.jagged_attention_backward, get_raw=True)
 def _backward_flops(
-    grad: Tensor, sources: Sequence[Tensor], q_inverse: Tensor, k_inverse: Tensor, layout: str, heads: int,
-    q_offsets: Tensor, kv_offsets: Tensor, *rules: Any, out_val: Any = None,
+    grad: Tensor, sources: Sequence[Tensor], q_inverse: Tensor, k_inverse: Tensor, front: Tensor | None, layout: str,
+    heads: int, q_offsets: Tensor, kv_offsets: Tensor, *rules: Any, out_val: Any = None,
 ) -> int:  # fmt: skip
     # Two a product of the forward. Kernels compute scores and their gradients anew, which is not counted.
     return _flops(4, sources, layout, q_offsets, kv_offsets, rules)
@@ -279,7 +284,8 @@ def jagged_attention(
         rules: which of them count, and what is computed.
         heads: H; divides d.
         layout: ``"q|k|v"`` for three sources [Tq, d], [Tk, d], [Tk, d]; ``"q|kv"`` for [Tq, d] and [Tk, 2 d], keys in
-            front; ``"vqk"`` for one [T, 3 d] that holds values, queries and keys.
+            front; ``"vqk"`` for one [T, 3 d] that holds values, queries and keys; ``"uvqk"`` for one [T, 4 d] of which
+            the first d columns are left alone (:func:`gated_jagged_attention`).
 
     Returns:
         [Tq, d]; zeros for queries of no row.
@@ -287,8 +293,38 @@ def jagged_attention(
     Raises:
         NarrowgateError: shapes, types or rules that do not fit.
     """
-    out, *_ = OPERATOR(
-        list(sources), layout, heads, q_offsets, kv_offsets, rules.max_q, rules.max_kv, rules.activation, rules.scale,
-        rules.norm, rules.causal, rules.window, rules.n_summary, rules.eps,
-    )  # fmt: skip
+    out, *_ = OPERATOR(list(sources), layout, heads, q_offsets, kv_offsets, *rules.arguments)
     return out
+
+
+class _Gated(torch.autograd.Function):
+    """A gate and attention out of one projection, so that backward puts their gradients side by side without a copy."""
+
+    @staticmethod
+    def forward(uvqk: Tensor, heads: int, offsets: Tensor, *rules: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        found = OPERATOR([uvqk], "uvqk", heads, offsets, offsets, *rules)
+        # No view of what came in, which an autograd function may not return to a compiler; it makes no copy of it.
+        return uvqk[:, : uvqk.shape[1] // 4].clone(), *found
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        uvqk, ctx.heads, offsets, *ctx.rules = inputs
+        ctx.mark_non_differentiable(*output[2:])
+        ctx.save_for_backward(uvqk, *output[2:], offsets)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        uvqk, q_inverse, k_inverse, offsets = ctx.saved_tensors
+        (found,) = torch.ops.narrowgate.jagged_attention_backward(
+            grads[1], [uvqk], q_inverse, k_inverse, grads[0], "uvqk", ctx.heads, offsets, offsets, *ctx.rules
+        )
+        return found, None, None, *(None for _ in ctx.rules)
+
+
+def gated_jagged_attention(uvqk: Tensor, offsets: Tensor, rules: Rules, *, heads: int) -> tuple[Tensor, Tensor]:
+    """Return the gate u [T, d], as it is, and :func:`jagged_attention` of the rest of ``uvqk`` [T, 4 d].
+
+    The arguments are those of :func:`jagged_attention` with the layout ``"uvqk"``, and so are the errors.
+    """
+    gate, out, *_ = _Gated.apply(uvqk, heads, offsets, *rules.arguments)
+    return gate, out

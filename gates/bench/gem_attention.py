@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ...models.attention import attend_in_rows, pointwise_attention, sequence_mask
+from ...models.attention import attend_in_rows, attention_rules, pointwise_attention, sequence_mask
 from ...models.config import GemConfig
 from ...models.functional import ACTIVATION_FUNCTIONS
 from ...models.jagged import Jagged, Rows, even_rows
@@ -107,17 +107,7 @@ class Case:
     @property
     def rules(self) -> Rules:
         """What the model's attention computes here, and what it sees."""
-        config, window = self.config, (self.config.window or 0) if self.causal else 0
-        return Rules(
-            max_q=self.use.queries or config.max_tokens,
-            max_kv=self.use.keys or config.max_tokens,
-            activation=config.activation,
-            scale=self.head**-0.5,
-            norm=float(self.use.keys or config.max_tokens),
-            causal=self.causal,
-            window=window,
-            n_summary=config.n_summary if window else 0,
-        )
+        return attention_rules(self.queries, self.keys, self.config, causal=self.causal)
 
     def flops(self, rules: Rules) -> int:
         """FLOPs of one call, forward and backward, over the pairs that ``rules`` show."""

@@ -39,6 +39,14 @@ class Rules:
     #: Divide queries and keys by √(mean x² + eps) over a head first; None leaves them as they are.
     eps: float | None = None
 
+    @property
+    def arguments(self) -> tuple[int, int, str, float, float, bool, int, int, float | None]:
+        """All of it, in the order of the operators' last arguments."""
+        return (
+            self.max_q, self.max_kv, self.activation, self.scale, self.norm, self.causal, self.window, self.n_summary,
+            self.eps,
+        )  # fmt: skip
+
     def mask(self, queries: int, keys: int, device: torch.device) -> Tensor | None:
         """Return [queries, keys] bool, true where a query may look; None for everywhere."""
         if not self.causal:

@@ -306,17 +306,17 @@ def test_uses_are_those_of_the_model() -> None:
 
     config = GemConfig(d=16, heads=2, layers=3, max_tokens=8, fm_hidden=(32,), pffn_tokens=3, attention="jagged")
     calls: list[tuple[int, int]] = []
-    original = attention.attend_in_rows
+    original = attention.attention_rules
 
-    def counted(sources: Any, layout: str, queries: Any, keys: Any, *rest: Any, **named: Any) -> Any:
+    def counted(queries: Any, keys: Any, *rest: Any, **named: Any) -> Any:
         calls.append((queries.width, keys.width))
-        return original(sources, layout, queries, keys, *rest, **named)
+        return original(queries, keys, *rest, **named)
 
     sized = runpy.run_path(str(SCRIPT))["sized"]
     preset = sized(type("Options", (), {"model": "gem-base", "tiny": True, "batch": 8, "max_tokens": None}))
     task = GemTask.open(replace(preset, model=config), "synthetic")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "attend_in_rows", counted)
+        patch.setattr(attention, "attention_rules", counted)
         task.loss(task.build_model(), next(iter(task.train_batches(0))))
     expected = [
         (use.queries or config.max_tokens, use.keys or config.max_tokens)

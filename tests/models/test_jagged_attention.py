@@ -22,7 +22,7 @@ from narrowgate.models.attention import (
 from narrowgate.models.checkpointing import checkpoint_activations
 from narrowgate.models.functional import ACTIVATION_FUNCTIONS
 from narrowgate.models.jagged import Jagged, Rows, even_rows
-from narrowgate.models.jagged_operator import LAYOUTS, jagged_attention
+from narrowgate.models.jagged_operator import LAYOUTS, gated_jagged_attention, jagged_attention
 from narrowgate.models.kernels.reference import ACTIVATIONS, Rules, reference_backward, reference_forward
 from narrowgate.precision.errors import NarrowgateError
 from torch import Tensor
@@ -184,13 +184,36 @@ def test_gradients_of_the_reference_match_numeric_ones(activation: str, rules: d
 @pytest.mark.parametrize("eps", [None, 1e-3])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_operator_is_registered_soundly(layout: str, eps: float | None) -> None:
-    tokens, at = ([11] * 3, offsets(QUERIES)) if layout == "vqk" else ([11, 10, 10], offsets(KEYS))
+    tokens, at = ([11, 10, 10], offsets(KEYS)) if "|" in layout else ([11], offsets(QUERIES))
     sources = [
         torch.randn(n, 6 * len(names), dtype=torch.float64, requires_grad=True)
         for n, names in zip(tokens, layout.split("|"), strict=False)
     ]
     rules = (4, 3, "silu", 0.7, 3.0, True, 2, 1, eps)
     torch.library.opcheck(torch.ops.narrowgate.jagged_attention, (sources, layout, 2, offsets(QUERIES), at, *rules))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_gate_beside_attention_is_left_alone(compiled: bool) -> None:
+    uvqk, u, above = torch.randn(10, 24), torch.randn(10, 6), torch.randn(10, 6)
+    at, rules = offsets(KEYS), Rules(5, 4, "silu", 0.7, 3.0, causal=True, eps=1e-3)
+
+    def gated(x: Tensor) -> Tensor:
+        gate, out = gated_jagged_attention(x, at, rules, heads=2)
+        return (gate * u + out * above).sum()
+
+    def apart(x: Tensor) -> Tensor:
+        return (x[:, :6] * u + jagged_attention([x[:, 6:]], at, at, rules, heads=2, layout="vqk") * above).sum()
+
+    found = []
+    for function in (torch.compile(gated, backend="aot_eager", fullgraph=True) if compiled else gated, apart):
+        x = uvqk.clone().requires_grad_()
+        found.append([function(x), *torch.autograd.grad(function(x), x)])
+    same(*found)
+    x = uvqk.requires_grad_()
+    (grad,) = torch.autograd.grad(jagged_attention([x], at, at, rules, heads=2, layout="uvqk").sum(), x)
+    assert not grad[:, :6].any()
+    assert grad[:, 6:].any()
 
 
 @plain_test
