@@ -348,7 +348,7 @@ def test_a_plan_is_json_and_text_and_a_table(tower):
     assert data["recipe"] == "gem-fp8"
     assert data["hash"] == plan.recipe.hash()
     fprop = data["layers"][0]["paths"]["fprop"]
-    assert fprop["input"] == "fp8_e4m3/row"
+    assert fprop["input"] == "fp8_e4m3/tensor+delayed(16)"
     assert fprop["native"]
     assert fprop["set_by"]["input"]["file"] == "<builtin>/gem-fp8.yaml"
     console = Console(width=200, record=True, file=io.StringIO())
