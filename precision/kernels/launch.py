@@ -33,6 +33,8 @@ AMAX_TILE = (64, 128, 64, 4)
 CAST_TILE = (32, 128, 1, 4)
 #: With a history each program ends in a fence, so there are fewer of them.
 HISTORY_TILE = (32, 128, 4, 4)
+#: An RMS is found by each program anew, in FP64, from partial sums: by fewer of them still.
+RMS_TILE = (32, 128, 8, 4)
 #: Blocks of 128 need tiles of 128; a program of some length, or random bits, need the registers of more warps.
 BLOCK_TILE, PROGRAM_BLOCK_TILE = (128, 128, 1, 4), (128, 128, 1, 8)
 #: Programs that keep every multiprocessor of a large GPU busy several times over: where there are more tiles than that,
@@ -191,10 +193,17 @@ class _Cast:
         }
 
     def _cast_tile(self, blocked: bool, history: bool) -> tuple[int, int, int, int]:
+        operands = [operand for operand in (self.rows, self.columns) if operand is not None]
+        stochastic = any(operand.spec.sr for operand in operands)
+        limited = any(operand.clip[0] == RMS_LIMIT for operand in operands)
         if blocked:
-            stochastic = any(operand is not None and operand.spec.sr for operand in (self.rows, self.columns))
-            return PROGRAM_BLOCK_TILE if self.program.instructions or stochastic else BLOCK_TILE
-        return HISTORY_TILE if history else CAST_TILE
+            bm, bn, loop, warps = PROGRAM_BLOCK_TILE if self.program.instructions or stochastic else BLOCK_TILE
+            return bm, bn, 4 if limited else loop, warps
+        if limited:
+            return RMS_TILE
+        # Where instructions are what limits a cast, finding a tensor's scale is worth sharing, too.
+        shared = stochastic and any(operand.spec.granularity == "tensor" for operand in operands)
+        return HISTORY_TILE if history or shared else CAST_TILE
 
     def _tile(self, tile: tuple[int, int, int, int], programs: int) -> tuple[int, int, int, int]:
         """``tile`` with as many tiles a program as leave about ``programs`` of them."""
