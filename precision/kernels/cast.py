@@ -59,9 +59,9 @@ def inside_of(at, size, EVEN: tl.constexpr):
 @triton.jit
 def amax_kernel(
     leaves, strides, M, N, tensor_out, row_out, column_out, squares_out, history, history_length,
-    TILE: tl.constexpr, PIECES: tl.constexpr, BY_TENSOR: tl.constexpr, BY_ROW: tl.constexpr, BY_COLUMN: tl.constexpr,
-    SQUARES: tl.constexpr, HISTORY: tl.constexpr, ALIGNED: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, LOOP: tl.constexpr,
+    TILE: tl.constexpr, ALONG: tl.constexpr, PIECES: tl.constexpr, BY_TENSOR: tl.constexpr, BY_ROW: tl.constexpr,
+    BY_COLUMN: tl.constexpr, SQUARES: tl.constexpr, HISTORY: tl.constexpr, ALIGNED: tl.constexpr, EVEN: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, LOOP: tl.constexpr,
 ):  # fmt: skip
     """Partial maxima as magnitude bits: [programs], [tiles along columns, M] and [programs along rows, N * PIECES].
 
@@ -73,6 +73,7 @@ def amax_kernel(
         return
     n = pid_n * BN + tl.arange(0, BN)
     inside_n = inside_of(n, N, EVEN)
+    known = ALONG(leaves, n, inside_n)
     # Of eight neighbours, which lie in one thread, and reduced once.
     larger = tl.zeros([BM, BN // 8], tl.float32)
     squares = tl.zeros([BM, BN // 8], tl.float64)
@@ -84,7 +85,7 @@ def amax_kernel(
             for i in range(LOOP):
                 m = (pid_m * LOOP + i).to(tl.int64) * BM + tl.arange(0, BM)
                 inside_m = inside_of(m, M, EVEN)
-                values = TILE(leaves, strides, m, n, inside_m, inside_n, ALIGNED)
+                values = TILE(leaves, strides, m, n, inside_m, inside_n, ALIGNED, known)
                 v = tl.where(inside_m[:, None] & inside_n[None, :], values[p], 0.0)
                 bits = magnitude_bits(v)
                 piece = tl.maximum(piece, bits)
@@ -100,7 +101,7 @@ def amax_kernel(
         for i in range(LOOP):
             m = (pid_m * LOOP + i).to(tl.int64) * BM + tl.arange(0, BM)
             inside_m = inside_of(m, M, EVEN)
-            values = TILE(leaves, strides, m, n, inside_m, inside_n, ALIGNED)
+            values = TILE(leaves, strides, m, n, inside_m, inside_n, ALIGNED, known)
             for p in tl.static_range(PIECES):
                 v = tl.where(inside_m[:, None] & inside_n[None, :], values[p], 0.0)
                 if BY_TENSOR:
@@ -122,7 +123,7 @@ def amax_kernel(
             for i in range(LOOP):
                 m = (pid_m * LOOP + i).to(tl.int64) * BM + tl.arange(0, BM)
                 inside_m = inside_of(m, M, EVEN)
-                values = TILE(leaves, strides, m, n, inside_m, inside_n, ALIGNED)
+                values = TILE(leaves, strides, m, n, inside_m, inside_n, ALIGNED, known)
                 for p in tl.static_range(PIECES):
                     v = tl.where(inside_m[:, None] & inside_n[None, :], values[p], 0.0)
                     squares += sums_of_squares(tl.where(tl.abs(v) < float("inf"), v, 0.0), BM, BN)
@@ -165,7 +166,7 @@ def cast_kernel(
     r_codes, r_scale, r_limit, r_key, r_bits,
     c_codes, c_scale, c_limit, c_key, c_bits,
     amax, parts, squares, history, history_length, pending, saturated, workspace,
-    TILE: tl.constexpr, PIECES: tl.constexpr,
+    TILE: tl.constexpr, ALONG: tl.constexpr, PIECES: tl.constexpr,
     R: tl.constexpr, R_SR: tl.constexpr, R_MAX: tl.constexpr, R_MANTISSA: tl.constexpr, R_BIAS: tl.constexpr,
     R_POW2: tl.constexpr, R_CLIP: tl.constexpr, R_RMS: tl.constexpr,
     C: tl.constexpr, C_SR: tl.constexpr, C_MAX: tl.constexpr, C_MANTISSA: tl.constexpr, C_BIAS: tl.constexpr,
@@ -184,6 +185,7 @@ def cast_kernel(
     pid_m, pid_n = tl.program_id(0), tl.program_id(1)
     n = pid_n * BN + tl.arange(0, BN)
     inside_n = inside_of(n, N, EVEN)
+    known = ALONG(leaves, n, inside_n)
     width = N * PIECES
     TURNED: tl.constexpr = SAME or C != ABSENT
     # Magnitudes are kept apart for each eight neighbours, which lie in one thread, and reduced once.
@@ -195,16 +197,16 @@ def cast_kernel(
 
     r_tensor, c_tensor = 1.0, 1.0
     if R == TENSOR or C == TENSOR:
-        known = 0.0
+        held = 0.0
         if HISTORY:
-            known = _largest(history, history_length, HISTORY)
-        bits = known.to(tl.int32, bitcast=True) if known > 0 else _over_all(amax, parts, 512)
+            held = _largest(history, history_length, HISTORY)
+        bits = held.to(tl.int32, bitcast=True) if held > 0 else _over_all(amax, parts, 512)
         if R == TENSOR:
-            r_tensor = _tensor_scale(bits, known, r_bound, R_MAX, R_POW2, R_CLIP)
+            r_tensor = _tensor_scale(bits, held, r_bound, R_MAX, R_POW2, R_CLIP)
             if not HISTORY:
                 tl.store(r_scale, r_tensor, mask=first_program)
         if C == TENSOR:
-            c_tensor = _tensor_scale(bits, known, c_bound, C_MAX, C_POW2, C_CLIP)
+            c_tensor = _tensor_scale(bits, held, c_bound, C_MAX, C_POW2, C_CLIP)
             if not HISTORY:
                 tl.store(c_scale, c_tensor, mask=first_program)
 
@@ -213,7 +215,7 @@ def cast_kernel(
         m = tile_m.to(tl.int64) * BM + _rows(BM, TURNED)
         inside_m = inside_of(m, M, EVEN)
         inside = inside_m[:, None] & inside_n[None, :]
-        values = TILE(leaves, strides, m, n, inside_m, inside_n, ALIGNED)
+        values = TILE(leaves, strides, m, n, inside_m, inside_n, ALIGNED, known)
         for p in tl.static_range(PIECES):
             v = tl.where(inside, values[p], 0.0)
             first = p * N + pid_n * BN
@@ -280,7 +282,7 @@ def cast_kernel(
                 for i in range(LOOP):
                     m = (pid_m * LOOP + i).to(tl.int64) * BM + tl.arange(0, BM)
                     inside_m = inside_of(m, M, EVEN)
-                    values = TILE(leaves, strides, m, n, inside_m, inside_n, ALIGNED)
+                    values = TILE(leaves, strides, m, n, inside_m, inside_n, ALIGNED, known)
                     for p in tl.static_range(PIECES):
                         v = tl.where(inside_m[:, None] & inside_n[None, :], values[p], 0.0)
                         if (R_CLIP if R == TENSOR else C_CLIP) != NO_LIMIT:

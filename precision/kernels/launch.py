@@ -23,7 +23,7 @@ from ..stochastic import random_bits
 from . import tuning
 from .cast import amax_kernel, cast_kernel, scale_kernel
 from .operands import NO_LIMIT, RMS_LIMIT, Operand, allocate, sizes
-from .program import Program, tile_function
+from .program import Program, along_function, tile_function
 
 #: Triton's interpreter converts to FP8 by truncation: there every rounding is done by steps.
 _INTERPRETED = triton.knobs.runtime.interpret
@@ -102,7 +102,8 @@ class _Cast:
         operands = (self.rows, self.columns)
         specs = [operand.spec for operand in operands if operand is not None]
         granularities = [operand and operand.spec.granularity for operand in operands]
-        common = {"TILE": tile_function(str(self.program)), "PIECES": self.program.pieces}
+        text = str(self.program)
+        common = {"TILE": tile_function(text), "ALONG": along_function(text), "PIECES": self.program.pieces}
         padded = 0 if history is None else triton.next_power_of_2(history)
         self.history_length = history or 0
 

@@ -144,10 +144,22 @@ class Program:
         return found if found.op == op else None
 
     def source(self) -> str:
-        """Return the Triton function of one tile; see :func:`tile_function`."""
-        lines = [
+        """Return the Triton functions of one tile; see :func:`tile_function` and :func:`along_function`."""
+        along = {i: place for place, i in enumerate(i for i, kind in enumerate(self.leaves) if kind in ("n", "s"))}
+        lines = ["@triton.jit", "def along(leaves, n, inside_n):"]
+        for i in along:
+            if self.leaves[i] == "n":
+                lines.append(f"    v{i} = tl.load(leaves[{i}] + n, mask=inside_n, other=0.0).to(tl.float32)[None, :]")
+            else:
+                lines.append(f"    v{i} = tl.load(leaves[{i}]).to(tl.float32)")
+        lines += [
+            f"    return ({''.join(f'v{i}, ' for i in along) or '0.0,'})",
+            "",
+            "",
             "@triton.jit",
-            "def tile(leaves, strides, m, n, inside_m, inside_n, ALIGNED: tl.constexpr):",
+            "def tile(leaves, strides, m, n, inside_m, inside_n, ALIGNED: tl.constexpr, known=None):",
+            "    if known is None:",
+            "        known = along(leaves, n, inside_n)",
             "    inside = inside_m[:, None] & inside_n[None, :]",
         ]
         for i, kind in enumerate(self.leaves):
@@ -164,10 +176,8 @@ class Program:
             elif kind == "m":
                 lines.append(f"    v{i} = tl.load(leaves[{i}] + m * strides[{i}], mask=inside_m, other=0.0)")
                 lines.append(f"    v{i} = v{i}.to(tl.float32)[:, None]")
-            elif kind == "n":
-                lines.append(f"    v{i} = tl.load(leaves[{i}] + n, mask=inside_n, other=0.0).to(tl.float32)[None, :]")
             else:
-                lines.append(f"    v{i} = tl.load(leaves[{i}]).to(tl.float32)")
+                lines.append(f"    v{i} = known[{along[i]}]")
         gates = {}
         for place, instruction in enumerate(self.instructions, len(self.leaves)):
             arguments = [_literal(a) if isinstance(a, float) else f"v{a}" for a in instruction.arguments]
@@ -208,14 +218,27 @@ def _parse(text: str) -> Program:
     return Program(tuple(leaves.split(",")), tuple(parsed), tuple(map(int, results.split(","))))
 
 
-@lru_cache(maxsize=4096)
 def tile_function(text: str) -> Any:
-    """Return the program as a Triton function: ``tile(leaves, strides, m, n, inside_m, inside_n, ALIGNED)``.
+    """Return the program as a Triton function: ``tile(leaves, strides, m, n, inside_m, inside_n, ALIGNED, known)``.
 
     It loads one tile and returns a tuple of FP32 tiles, one a result. ``leaves`` and ``strides`` are tuples of pointers
     and of row strides in elements; ``m`` (int64) and ``n`` are the tile's rows and columns; what lies outside loads
-    as zero. ``ALIGNED`` promises row strides that are multiples of 8.
+    as zero. ``ALIGNED`` promises row strides that are multiples of 8. ``known`` is what :func:`along_function` returned
+    for these columns; by default they are loaded here.
     """
+    return _functions(text)["tile"]
+
+
+def along_function(text: str) -> Any:
+    """Return what loads the leaves that all rows share as a Triton function, ``along(leaves, n, inside_n)``: a tuple.
+
+    A loop over tiles of the same columns calls it once, before.
+    """
+    return _functions(text)["along"]
+
+
+@lru_cache(maxsize=4096)
+def _functions(text: str) -> dict[str, Any]:
     import triton
     import triton.language as tl
 
@@ -234,4 +257,4 @@ def tile_function(text: str) -> Any:
         "__name__": "narrowgate.precision.kernels.generated",
     }
     exec(compile(source, name, "exec"), scope)
-    return scope["tile"]
+    return scope

@@ -256,6 +256,26 @@ def test_results_of_any_width_lie_side_by_side(width, rows):
         assert torch.equal(own.contiguous().view(torch.uint8), expected.data.contiguous().view(torch.uint8))
 
 
+@pytest.mark.parametrize("shape", [(200, 136), (256, 256)], ids=str)
+@pytest.mark.parametrize("rows", ["fp8_e4m3", "fp8_e4m3/row", "fp8_e4m3/128x128+clip(rms=1)"])
+def test_leaves_that_rows_or_columns_share_scale_every_tile(shape, rows, monkeypatch):
+    from narrowgate.precision.kernels import launch
+
+    for name in ("_AMAX_PROGRAMS", "_CAST_PROGRAMS"):
+        monkeypatch.setattr(launch, name, 1)
+    monkeypatch.setattr(launch, "_casts", {})
+    x, m, n = values(shape), values((shape[0], 1), torch.float32, 1), values((1, shape[1]), seed=2)[0]
+    s = torch.tensor(1.7, device=DEVICE)
+    expected = x.float() * m * n.float() * s
+    program = "mn,m,n,s;mul 0 1;mul 4 2;mul 5 3|6"
+    found = torch.ops.narrowgate.cast_fp8(
+        [x, m, n, s], program, rows, "fp8_e4m3/row", None, None, None, None, None, None
+    )
+    for codes, spec, dim in ((found[0], rows, 1), (found[2].t(), "fp8_e4m3/row", 0)):
+        wanted = quantize(expected, spec, dim=dim).data
+        assert torch.equal(codes.contiguous().view(torch.uint8), wanted.contiguous().view(torch.uint8))
+
+
 def test_an_rms_is_found_although_a_history_knows_the_scale():
     spec = Spec.parse("fp8_e4m3+delayed(4)+clip(rms=1.5)")
     ours, theirs = AmaxHistory(4, DEVICE), AmaxHistory(4, DEVICE)
