@@ -98,8 +98,16 @@ def sums_of_squares(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 @triton.jit
 def scale_of(bits, largest: tl.constexpr, pow2: tl.constexpr):
     """Dequantization scale, FP32, of groups whose amax has the magnitude bits ``bits``."""
+    amax = bits.to(tl.float32, bitcast=True)
     # Correctly rounded, as the reference's division in FP64 is after rounding to FP32.
-    scale = tl.div_rn(bits.to(tl.float32, bitcast=True), largest)
+    if _INTERPRETED:
+        scale = tl.div_rn(amax, largest)
+    else:
+        # By the rounded inverse and one residual, which is exact: what a general division does, less its checks for
+        # operands that cannot be here, or whose quotient does not count (not finite, or below the smallest scale).
+        inverse = tl.full(amax.shape, 1.0 / largest, tl.float32)
+        quotient = amax * inverse
+        scale = tl.fma(tl.fma(quotient, tl.full(amax.shape, -largest, tl.float32), amax), inverse, quotient)
     scale = tl.maximum(scale, 1.1754943508222875e-38)
     if pow2:
         scale = ((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & -0x800000).to(tl.float32, bitcast=True)
@@ -109,8 +117,16 @@ def scale_of(bits, largest: tl.constexpr, pow2: tl.constexpr):
 
 @triton.jit
 def multiplier_of(scale):
-    """1 / scale, correctly rounded FP32."""
-    return tl.div_rn(1.0, scale)
+    """1 / scale, correctly rounded FP32, of a scale from :func:`scale_of`."""
+    if _INTERPRETED:
+        return tl.div_rn(1.0, scale)
+    else:  # noqa: RET505 - a branch not taken must not be compiled, so one return a branch
+        # What ptxas makes of rcp.rn where neither operand nor result is subnormal or near the largest: no scale is.
+        return tl.inline_asm_elementwise(
+            "{.reg .f32 y, e; rcp.approx.ftz.f32 y, $1; fma.rn.f32 e, $1, y, 0fBF800000; neg.f32 e, e;"
+            " fma.rn.f32 $0, y, e, y;}",
+            "=f,f", [scale], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
 
 
 @triton.jit
