@@ -35,8 +35,8 @@ CAST_TILE = (32, 128, 1, 4)
 HISTORY_TILE = (32, 128, 4, 4)
 #: An RMS is found by each program anew, in FP64, from partial sums: by fewer of them still.
 RMS_TILE = (32, 128, 8, 4)
-#: Blocks of 128 need tiles of 128; a program of some length, or random bits, need the registers of more warps.
-BLOCK_TILE, PROGRAM_BLOCK_TILE = (128, 128, 1, 4), (128, 128, 1, 8)
+#: Blocks of 128 need tiles of 128: by eight warps, of whose registers a multiprocessor holds two programs.
+BLOCK_TILE = (128, 128, 1, 8)
 #: Programs that keep every multiprocessor of a large GPU busy several times over: where there are more tiles than that,
 #: a program takes several.
 _AMAX_PROGRAMS, _CAST_PROGRAMS = 512, 2048
@@ -198,7 +198,7 @@ class _Cast:
         stochastic = any(operand.spec.sr for operand in operands)
         limited = any(operand.clip[0] == RMS_LIMIT for operand in operands)
         if blocked:
-            bm, bn, loop, warps = PROGRAM_BLOCK_TILE if self.program.instructions or stochastic else BLOCK_TILE
+            bm, bn, loop, warps = BLOCK_TILE
             return bm, bn, 4 if limited else loop, warps
         if limited:
             return RMS_TILE
