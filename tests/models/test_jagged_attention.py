@@ -193,6 +193,23 @@ def test_the_operator_is_registered_soundly(layout: str, eps: float | None) -> N
     torch.library.opcheck(torch.ops.narrowgate.jagged_attention, (sources, layout, 2, offsets(QUERIES), at, *rules))
 
 
+@kernel_test
+@pytest.mark.parametrize("head", [3, 16])
+def test_kernels_leave_a_gate_alone(head: int, small_tiles: None) -> None:
+    at, rules = offsets(SHORT).to(DEVICE), Rules(max(SHORT), max(SHORT), "silu", 0.7, 3.0, causal=True, eps=1e-3)
+    uvqk = torch.randn(sum(SHORT) + DEAD, 8 * head, device=DEVICE, dtype=DTYPES[-1], requires_grad=True)
+    gate, out = gated_jagged_attention(uvqk, at, rules, heads=2)
+    assert torch.equal(gate, uvqk[:, : 2 * head])
+    above = torch.randn_like(gate)
+    (grad,) = torch.autograd.grad([gate, out], uvqk, [above, out.detach()])
+    assert torch.equal(grad[:, : 2 * head], above)
+    rest = uvqk[:, 2 * head :].detach().requires_grad_()
+    alone = jagged_attention([rest], at, at, rules, heads=2, layout="vqk")
+    (expected,) = torch.autograd.grad(alone, rest, out.detach())
+    assert torch.equal(out, alone)
+    assert torch.equal(grad[:, 2 * head :], expected)
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_gate_beside_attention_is_left_alone(compiled: bool) -> None:
     uvqk, u, above = torch.randn(10, 24), torch.randn(10, 6), torch.randn(10, 6)
