@@ -1,10 +1,13 @@
-"""A step of Adam or AdamW in one pass over a parameter whose moments are stored in BF16.
+"""A step of Adam or AdamW in one pass over a parameter whose moments are stored in BF16, or whose codes it writes.
 
 The optimizer's own ``step`` runs as it is, and hands its lists of tensors to ``torch._fused_adam_`` or
 ``torch._fused_adamw_``. In place of moments brought to FP32 it finds :class:`StoredMoment` there: a tensor that says it
 is FP32 and holds what is stored. The call meets it, and one kernel reads, updates and stores the parameter with its
 moments (:mod:`narrowgate.precision.kernels.adam`). Anything else that is done to such a tensor is done to the FP32
 values, which it then brings back, so an optimizer whose step is another one computes what it computes without this.
+
+Of a weight whose FP8 codes are kept with a delayed scale the kernel writes the codes, too
+(:mod:`narrowgate.precision.kernels.adam_codes`); there moments may be stored in FP32 as well.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 from .cast_operators import kernels_on_cpu
 from .moments import MOMENTS, Place, distributed_like, local
+from .weight_codes import StepCodes
 
 #: The calls that are met, and whether what decays in them is the parameter.
 _FUSED = {"_fused_adam_": False, "_fused_adamw_": True}
@@ -30,7 +34,7 @@ class StoredMoment(Tensor):
     Attributes:
         parameter: whose moment it is.
         moment: which, of :data:`~narrowgate.precision.moments.MOMENTS`.
-        stored: local BF16 tensor.
+        stored: local tensor, BF16 or FP32.
         place: where that lies in the unsharded moment.
         opened: the FP32 moment, distributed as the parameter is, once something but a fused step asked for it.
     """
@@ -58,7 +62,7 @@ class StoredMoment(Tensor):
     def open(self) -> Tensor:
         """The FP32 moment, which from now on counts in place of the stored one."""
         if self.opened is None:
-            self.opened = distributed_like(self.parameter, self.stored.to(torch.float32))
+            self.opened = distributed_like(self.parameter, self.stored.to(torch.float32))  # itself, where it is FP32
         return self.opened
 
     @classmethod
@@ -111,8 +115,8 @@ class FusedStep:
         return self.moments[0][0]
 
 
-def can_take(parameter: Tensor, stored: Sequence[Any], place: Place) -> bool:
-    """Whether the kernel updates ``parameter``, of FP32, with its gradient and both its moments as they are stored."""
+def can_take(parameter: Tensor, stored: Sequence[Any], place: Place, dtype: torch.dtype = torch.bfloat16) -> bool:
+    """Whether a kernel updates ``parameter``, of FP32, with its gradient and both its moments, stored in ``dtype``."""
     mine, grad = local(parameter), parameter.grad
     if grad is None or not _distributed_alike(parameter, grad):
         return False
@@ -122,27 +126,35 @@ def can_take(parameter: Tensor, stored: Sequence[Any], place: Place) -> bool:
         (mine.is_cuda or (mine.device.type == "cpu" and kernels_on_cpu()))
         and len(tensors) == 2 + len(MOMENTS)
         and all(x.device == mine.device and x.shape == mine.shape and _plain(x) for x in tensors)
-        and [x.dtype for x in tensors] == [torch.float32] * 2 + [torch.bfloat16] * len(MOMENTS)
+        and [x.dtype for x in tensors] == [torch.float32] * 2 + [dtype] * len(MOMENTS)
         # Of shards of columns the elements do not follow each other in the unsharded parameter.
         and (where is None or where.shape[1:] == place.shape[1:])
     )
 
 
-def take(step: FusedStep, keys: Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor] | None) -> bool:
+def take(
+    step: FusedStep, keys: Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor] | None, codes: StepCodes | None = None
+) -> bool:
     """Take a step in one pass a parameter; False, and nothing is done, where it cannot be.
 
     Args:
         step: the call.
         keys: of parameters and the numbers of their steps: int64 [n, 2], the keys of their moments' random bits; None
             rounds to nearest.
+        codes: what may be written of the parameters; those whose moments are FP32 are all among them.
     """
     from .kernels.adam import AdamRule, AdamTensors, coefficients, is_ready, launch_adam
+    from .kernels.adam_codes import CodesOut, launch_adam_codes
+    from .kernels.adam_codes import is_ready as codes_are_ready
 
     device = local(step.parameters[0]).device
     scalars = [*step.steps, *(x for x in (step.grad_scale, step.found_inf) if x is not None)]
     if not all(local(x).device == device and local(x).dtype == torch.float32 for x in scalars):
         return False
-    found: list[AdamTensors] = []
+    rule = AdamRule(*step.betas, step.eps, step.weight_decay, step.decoupled, step.maximize, keys is not None)
+    optional = (step.grad_scale, step.found_inf)
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    found: list[tuple[AdamTensors, CodesOut | None]] = []
     for parameter, grad, (first, second) in zip(step.parameters, step.grads, step.moments, strict=True):
         mine, gradient = local(parameter), local(grad)
         same = gradient.dtype == torch.float32 and gradient.shape == mine.shape and _distributed_alike(parameter, grad)
@@ -150,23 +162,36 @@ def take(step: FusedStep, keys: Callable[[Sequence[Tensor], Sequence[Tensor]], T
             return False
         where = first.place.shard
         offset = 0 if where is None or not where.start else where.start[0] * first.place.rows[1]
-        found.append(AdamTensors(mine, gradient, first.stored, second.stored, offset))
-    rule = AdamRule(*step.betas, step.eps, step.weight_decay, step.decoupled, step.maximize, keys is not None)
-    optional = (step.grad_scale, step.found_inf)
-    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    if capturing and not all(is_ready(rule, tensors, *optional) for tensors in found if tensors.parameter.numel()):
-        return False
+        tensors = AdamTensors(mine, gradient, first.stored, second.stored, offset)
+        kept = None if codes is None else codes.of(parameter)
+        out = None if kept is None else kept.out()
+        if kept is not None and first.stored.dtype == torch.bfloat16 and (capturing or not kept.trusted):
+            # Nobody goes by these codes. In a capture they are written where that is the kernel that is compiled.
+            out = None if not capturing or is_ready(rule, tensors, *optional) else out
+        ready = not capturing or not mine.numel()
+        if not ready and not (
+            is_ready(rule, tensors, *optional) if out is None else codes_are_ready(rule, tensors, out, *optional)
+        ):
+            return False
+        found.append((tensors, out))
     counted = torch.stack([local(x).reshape(()) for x in step.steps])
     rows = coefficients(step.lr, counted, rule)
     drawn = None if keys is None else keys(step.parameters, step.steps)
-    for index, tensors in enumerate(found):
-        launch_adam(rule, tensors, rows[index], None if drawn is None else drawn[index], *optional)
-    written = [x for tensors in found for x in (tensors.parameter, tensors.exp_avg, tensors.exp_avg_sq)]
+    for index, (tensors, out) in enumerate(found):
+        inputs = rows[index], None if drawn is None else drawn[index], *optional
+        if out is None:
+            launch_adam(rule, tensors, *inputs)
+        else:
+            launch_adam_codes(rule, tensors, out, *inputs)
+    written = [x for tensors, _ in found for x in (tensors.parameter, tensors.exp_avg, tensors.exp_avg_sq)]
     written += [x for x in step.parameters if x is not local(x)]
     if step.grad_scale is not None:
-        written += [tensors.grad for tensors in found]
+        written += [tensors.grad for tensors, _ in found]
     # What is kept of a weight (its codes, its amax) is known to be old by the weight's version.
     torch.autograd.graph.increment_version([x for x in written if not x.is_inference()])
+    for parameter, (_, out) in zip(step.parameters, found, strict=True):
+        if out is not None and codes is not None:
+            codes.wrote(parameter)
     return True
 
 

@@ -7,7 +7,9 @@ to FP32, lets the optimizer's own ``step`` update these parameters, and stores t
 parameter, exist at a time.
 
 Where the step is PyTorch's fused Adam or AdamW on a GPU and the moments are BF16, the parameter and its moments are
-updated as they are stored, in one pass and all parameters at once (:mod:`narrowgate.precision.fused_adam`).
+updated as they are stored, in one pass and all parameters at once (:mod:`narrowgate.precision.fused_adam`). With kept
+weights (:mod:`narrowgate.precision.weight_codes`) that pass writes their codes; :func:`write_codes` has it do so on
+FP32 moments, which stay what they are.
 
 Which optimizers that is right for is found out, not listed (:mod:`narrowgate.precision.optimizer_trial`). State that
 is smaller than its parameter (``step``, a row's accumulator) is kept as it is.
@@ -23,7 +25,7 @@ rounded to nearest when they are loaded.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
 from weakref import ref
@@ -48,6 +50,7 @@ from .optimizer_trial import check_state, own_step, try_out
 from .spec import Spec, as_spec
 from .state_formats import stored_format, unsupported_state
 from .stochastic import call_key, stream_key
+from .weight_codes import StepCodes
 
 #: Elements whose moments are brought to FP32 at a time: 64 MiB a moment.
 BUCKET = 1 << 24
@@ -80,7 +83,7 @@ class _Storage:
                 if parameter not in self.names:
                     own = given[index] if given else f"{number}.{index}"
                     self.names[parameter] = names.get(parameter, own)
-                if parameter.dtype != torch.float32:
+                if parameter.dtype != torch.float32 and self.spec.format != "fp32":
                     raise NarrowgateError(
                         f"'{self.names[parameter]}': found {parameter.dtype}, expected FP32 parameters for optimizer "
                         f"state in {self.spec}"
@@ -109,7 +112,10 @@ class _Storage:
 
 
 class LowPrecisionOptimizer(Optimizer):
-    """An optimizer whose moments are stored as a :class:`Spec` says; made by :func:`lower_state`."""
+    """An optimizer whose moments are stored as a :class:`Spec` says; made by :func:`lower_state`.
+
+    Or by :func:`write_codes`: then moments are FP32, and all but the weights with codes are updated as ever.
+    """
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient; returns what ``closure`` returned."""
@@ -119,19 +125,23 @@ class LowPrecisionOptimizer(Optimizer):
                 loss = closure()
         groups, update = self.param_groups, own_step(_original(self))
         _storage(self).learn(groups, {})  # of groups that were added since
+        codes = StepCodes(_fused_parameters(groups))
         with torch.no_grad():
             for group in groups:
-                whole = [parameter for parameter in group["params"] if _in_one_pass(self, group, parameter)]
+                whole = [parameter for parameter in group["params"] if _in_one_pass(self, group, parameter, codes)]
                 if whole:
-                    with _standing_in(self, whole) as opened, _only(self, group, whole):
+                    with _standing_in(self, whole, codes) as opened, _only(self, group, whole):
                         update(self)
                     _put_back(self, opened)
                 passed = set(whole)
-                for bucket in _buckets([parameter for parameter in group["params"] if parameter not in passed]):
+                rest = [parameter for parameter in group["params"] if parameter not in passed]
+                # FP32 moments need no memory beside them.
+                for bucket in _buckets(rest, None if _storage(self).spec.format == "fp32" else BUCKET):
                     stored = {parameter: _fetch(self, parameter) for parameter in bucket}
                     with _only(self, group, bucket):
                         update(self)
                     _put_back(self, stored)
+        codes.finish()
         return loss
 
     def state_dict(self) -> dict[str, Any]:
@@ -155,7 +165,7 @@ class LowPrecisionOptimizer(Optimizer):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # A lowered class is made at run time, where pickle cannot find it by name.
-        return _rebuild, (_original(self),), self.__getstate__()
+        return _rebuild, (_original(self), type(self).__name__), self.__getstate__()
 
 
 def lower_state(
@@ -187,20 +197,43 @@ def lower_state(
         raise NarrowgateError(f"this optimizer's state is stored as {_storage(optimizer).spec} already")
     if spec.format == "fp32":
         return optimizer
+    _swap(optimizer, spec, names or {}, seed)
+    return optimizer
+
+
+def write_codes(optimizer: Optimizer) -> None:
+    """Have fused steps on FP32 moments write the codes of kept weights, in place, where there are any to write.
+
+    Its class gets another step and keeps its name. An optimizer whose state is lowered writes them anyway; one whose
+    parameters must be updated together stays as it is.
+    """
+    if not isinstance(optimizer, Optimizer) or isinstance(optimizer, LowPrecisionOptimizer):
+        return
+    if StepCodes(_fused_parameters(optimizer.param_groups)):
+        with suppress(NarrowgateError):
+            _swap(optimizer, Spec(format="fp32"), {}, 0)
+
+
+def _swap(optimizer: Optimizer, spec: Spec, names: Mapping[Tensor, str], seed: int) -> None:
     kind, scheduled = type(optimizer), hasattr(optimizer.__dict__.get("step"), _SCHEDULED)
     if "step" in optimizer.__dict__ and not scheduled:
         raise NarrowgateError(f"found a {kind.__name__} whose step was replaced on the instance, expected its class's")
     storage = _Storage(spec, seed)
-    storage.learn(optimizer.param_groups, names or {})
+    storage.learn(optimizer.param_groups, names)
     for group in optimizer.param_groups:
         for leader in {parameter.dim(): parameter for parameter in group["params"]}.values():
             try_out(optimizer, group, leader, spec)
     optimizer.__dict__[_STORAGE] = storage
-    optimizer.__class__ = _lowered(kind)
+    optimizer.__class__ = _lowered(kind, kind.__name__ if spec.format == "fp32" else f"LowPrecision{kind.__name__}")
     if scheduled:
         _tell_schedules(optimizer)
     _store_all(optimizer)
-    return optimizer
+
+
+def _fused_parameters(groups: Sequence[Mapping[str, Any]]) -> Iterator[Tensor]:
+    for group in groups:
+        if group.get("fused"):
+            yield from group["params"]
 
 
 def state_bytes(optimizer: Optimizer) -> int:
@@ -218,16 +251,16 @@ def _original(optimizer: Optimizer) -> type[Optimizer]:
 
 
 @cache
-def _lowered(original: type[Optimizer]) -> type[Optimizer]:
+def _lowered(original: type[Optimizer], name: str) -> type[Optimizer]:
     # Hooks run once a step; a compiler runs all of it as it is.
     step: Any = torch.compiler.disable(Optimizer.profile_hook_step(LowPrecisionOptimizer.step))
     step.hooked = True  # or torch.optim would hook it once more
     namespace = {"__doc__": original.__doc__, "__module__": LowPrecisionOptimizer.__module__, "step": step}
-    return type(f"LowPrecision{original.__name__}", (LowPrecisionOptimizer, original), namespace)
+    return type(name, (LowPrecisionOptimizer, original), namespace)
 
 
-def _rebuild(original: type[Optimizer]) -> Optimizer:
-    kind = _lowered(original)
+def _rebuild(original: type[Optimizer], name: str) -> Optimizer:
+    kind = _lowered(original, name)
     return kind.__new__(kind)
 
 
@@ -245,15 +278,15 @@ def _tell_schedules(optimizer: Optimizer) -> None:
     optimizer.__dict__["step"] = step
 
 
-def _buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Parameters with a gradient, in order, up to ``BUCKET`` local elements at a time."""
+def _buckets(parameters: Sequence[Tensor], most: int | None) -> Iterator[list[Tensor]]:
+    """Parameters with a gradient, in order, up to ``most`` local elements at a time."""
     bucket: list[Tensor] = []
     elements = 0
     for parameter in parameters:
         if parameter.grad is None:
             continue
         size = local(parameter).numel()
-        if bucket and elements + size > BUCKET:
+        if bucket and most is not None and elements + size > most:
             yield bucket
             bucket, elements = [], 0
         bucket.append(parameter)
@@ -273,7 +306,7 @@ def _only(optimizer: Optimizer, group: dict[str, Any], parameters: list[Tensor])
         optimizer.param_groups, group["params"] = groups, everything
 
 
-def _in_one_pass(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor) -> bool:
+def _in_one_pass(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor, codes: StepCodes) -> bool:
     """Whether the parameter is updated as its moments are stored, if the step is the fused one that ``group`` asks for.
 
     Not the first time: the optimizer makes its state then.
@@ -281,13 +314,21 @@ def _in_one_pass(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tens
     storage, state = _storage(optimizer), optimizer.state.get(parameter)
     if not group.get("fused") or not state or parameter in storage.apart or not storage.spec.high_precision:
         return False
+    dtype = torch.bfloat16
+    if storage.spec.format == "fp32":
+        # PyTorch's own kernel takes all that has no codes that count.
+        kept, dtype = codes.of(parameter), torch.float32
+        if kept is None or not kept.trusted or (parameter.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return False
     stored = [state.get(name) for name in MOMENTS]
-    return isinstance(state.get("step"), Tensor) and can_take(parameter, stored, storage.place(parameter))
+    return isinstance(state.get("step"), Tensor) and can_take(parameter, stored, storage.place(parameter), dtype)
 
 
 @contextmanager
-def _standing_in(optimizer: Optimizer, parameters: Sequence[Tensor]) -> Iterator[dict[Tensor, dict[str, Tensor]]]:
-    """Within, stand-ins are in the place of stored moments.
+def _standing_in(
+    optimizer: Optimizer, parameters: Sequence[Tensor], codes: StepCodes
+) -> Iterator[dict[Tensor, dict[str, Tensor]]]:
+    """Within, stand-ins are in the place of stored moments; a fused step also writes ``codes``.
 
     Yields:
         What was stored, filled in afterwards: of parameters whose moments are FP32 now, for :func:`_put_back`.
@@ -298,7 +339,7 @@ def _standing_in(optimizer: Optimizer, parameters: Sequence[Tensor]) -> Iterator
         return _call_keys(storage, parameters, steps)
 
     def taken(step: FusedStep) -> bool:
-        return take(step, keys if storage.spec.sr else None)
+        return take(step, keys if storage.spec.sr else None, codes)
 
     stood: dict[Tensor, dict[str, tuple[Tensor, StoredMoment]]] = {}
     for parameter in parameters:
@@ -350,6 +391,8 @@ def _fetch(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
 def _put_back(optimizer: Optimizer, stored: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
     """Store the FP32 moments of parameters that were just updated, where possible in the memory they came from."""
     storage = _storage(optimizer)
+    if storage.spec.format == "fp32":
+        return
     lowered = [parameter for parameter in stored if any(name in optimizer.state[parameter] for name in MOMENTS)]
     for parameter in lowered:
         check_state(optimizer, parameter, storage.spec)

@@ -7,13 +7,21 @@ the buffers hold the codes of the weight as it is now, and casts it anew where t
 - no optimizer has stepped the weight since (a post-step hook of ``torch.optim`` says so),
 - the weight lies where it lay, and its version counter stands where it stood: ``load_state_dict``, an average of the
   weights swapped in and any other write that autograd would know of move one of the two,
+- with a delayed scale, no history was loaded or rolled since,
 - the same stream asks.
+
+**In the optimizer's pass.** A fused step may write the codes of a weight with a delayed scale itself
+(:class:`StepCodes`, :mod:`narrowgate.precision.kernels.adam_codes`). They count where the step is then ended as its
+hook does, and nothing above has changed; the amax that the step found enters the history with their first use. So what
+is written past the version counter is not seen any more from the step on, where codes that are made at their first use
+would still show it.
 
 Within the capture of a CUDA graph the cast is always launched, so that each replay sees the weight of its time. Nobody
 counts replays, so codes that were ever captured are not trusted again, nor are those of a weight whose optimizer's step
 was. Only training forwards keep codes: evaluation, and every layer that was not asked to keep any, casts at each use.
-What no check can see is a write between two micro-batches of one step that leaves the version counter alone: through
-``weight.data``, by a collective of ``torch.distributed``, in a replay. ``plan.refresh()`` after it.
+What no check can see is a write between two micro-batches of one step (or, of codes that a step wrote, any later one)
+that leaves the version counter alone: through ``weight.data``, by a collective of ``torch.distributed``, in a replay.
+``plan.refresh()`` after it.
 
 The operator writes to its buffers though its schema does not say so. They are a cache: nothing reads them but this
 operator, which checks first, so no order of calls can show the difference; and a compiler that knew of the writes would
@@ -23,21 +31,28 @@ copy the buffers to keep what backward saved.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from .capability import has_cast_kernel, same_codes
-from .cast_operators import SAME, cast_into, operand_sizes
+from .cast_operators import SAME, cast_into, kernels_on_cpu, operand_sizes
 from .casting import as_stored, has_kernel, limit_of
 from .config import GemmConfig, LinearConfig
+from .delayed import AmaxHistory
 from .gemm import scaled_gemm
+from .kernels.program import IDENTITY
+from .layer import layer_state, live_layers
 from .quantization import QuantizedTensor
 from .rounding import torch_dtype
 from .spec import Spec
+
+if TYPE_CHECKING:
+    from .kernels.adam_codes import CodesOut
 
 
 @dataclass
@@ -52,8 +67,28 @@ class _Stamp:
     stream: int = 0
     #: These, or the weight, are written within a CUDA graph, whose replays nobody counts.
     captured: bool = False
+    #: At which version of the amax history, 0 without one.
+    history: int = 0
+    #: An optimizer's step wrote them; its hook, which forgets what is older, comes next.
+    stepped: bool = False
+    #: What that step found, until a forward uses the codes.
+    found: _Found | None = None
 
 
+@dataclass(frozen=True)
+class _Found:
+    """What a step found out about the weight that it left, for the weight's amax history."""
+
+    history: AmaxHistory
+    weight: weakref.ref[Tensor]
+    #: FP32 []: see :class:`~narrowgate.precision.kernels.adam_codes.CodesOut`.
+    amax: Tensor
+    #: int64 []: how many elements saturated.
+    past: Tensor
+
+
+#: Buffers without those of a history.
+_PLAIN = 4
 #: By the address of the codes; buffers that are not here are written at each use.
 _STAMPS: dict[int, _Stamp] = {}
 
@@ -61,21 +96,25 @@ _STAMPS: dict[int, _Stamp] = {}
 class WeightCodes:
     """Buffers for the codes of one weight [N, K] as the operands of fprop and of dgrad."""
 
-    def __init__(self, config: LinearConfig, weight: Tensor) -> None:
+    def __init__(self, config: LinearConfig, weight: Tensor, history: AmaxHistory | None = None) -> None:
         """Allocate.
 
         Args:
             config: of the layer, with no :func:`keep_obstacle`.
             weight: its Parameter, which is not held on to.
+            history: of the weight's delayed scale, see :func:`kept_history`; on the weight's device.
         """
         self._config, shape, device = config, (weight.shape[0], weight.shape[1]), weight.device
+        self._history, self._out = history, None
+        #: How many optimizer steps wrote the codes in their own pass.
+        self.passes = 0
         rows, columns = config.fprop.second, config.dgrad.second
         #: Whether dgrad multiplies codes too, or the weight itself.
         self.dgrad = not columns.high_precision
         same = self.dgrad and same_codes(rows, columns)
         self.rows, self.columns = str(rows), (SAME if same else str(columns)) if self.dgrad else ""
         sizes = operand_sizes(rows, shape, 1), operand_sizes(columns if self.dgrad else rows, shape, 0)
-        #: Codes [N, K] and their scales; codes [K, N] and theirs, empty where there are none.
+        #: Codes [N, K] and their scales; codes [K, N] and theirs, empty where there are none; a history's four tensors.
         self.buffers = [
             torch.empty(size, dtype=dtype, device=device)
             for size, dtype in (
@@ -85,6 +124,8 @@ class WeightCodes:
                 (sizes[1][1] if self.dgrad and not same else 0, torch.float32),
             )
         ]
+        if history is not None:
+            self.buffers += [history.history, history.pending, history.saturated, history.workspace]
         for buffer in self.buffers:
             # Their addresses stay, so a compiler's CUDA graph need not copy them.
             torch._dynamo.mark_static_address(buffer)
@@ -97,13 +138,106 @@ class WeightCodes:
         if weight.device == self.buffers[0].device:
             self.forget(weight)
             return self
-        return WeightCodes(self._config, weight)
+        return WeightCodes(self._config, weight, self._history)
 
     def forget(self, weight: Tensor) -> None:
-        """Have the next use cast anew; from now on of the Parameter ``weight``."""
-        stamp = _STAMPS[self.buffers[0].data_ptr()]
-        stamp.home, stamp.filled = weight.data_ptr(), False
+        """Have the next use cast anew; from now on of the Parameter ``weight``.
+
+        The first call after :meth:`stepped`, which the step's hook makes, forgets only what the step did not write.
+        """
+        stamp = self._stamp
+        here = (stamp.home, stamp.version) == (weight.data_ptr(), _version(weight))
+        stamp.filled &= stamp.stepped and here
+        stamp.home, stamp.stepped = weight.data_ptr(), False
         stamp.captured |= _capturing(weight)
+
+    @property
+    def trusted(self) -> bool:
+        """Whether codes that a step writes now will be gone by."""
+        return not self._stamp.captured
+
+    def out(self) -> CodesOut:
+        """Where a step writes; of codes with a history."""
+        if self._out is None:
+            from .kernels.adam_codes import CodesOut
+
+            assert self._history is not None
+            codes, scale, turned, _, history, pending, *_ = self.buffers
+            device = codes.device
+            self._out = CodesOut(
+                self._config.fprop.second, codes, scale, turned, history, pending,
+                amax=torch.full((), -1.0, device=device), past=torch.zeros(2, dtype=torch.int64, device=device),
+                workspace=torch.zeros(2, dtype=torch.int32, device=device),
+            )  # fmt: skip
+        return self._out
+
+    def stepped(self, weight: Tensor, version: int) -> None:
+        """Say that a step wrote the codes of ``weight`` as it was at ``version``, for once its amaxes are entered."""
+        stamp = self._stamp
+        if weight.data_ptr() != stamp.home or stamp.captured or _capturing(weight) or version < 0:
+            return
+        out = self.out()
+        assert self._history is not None
+        self.passes += 1
+        stamp.filled = stamp.stepped = True
+        stamp.version, stamp.stream, stamp.history = version, _stream(weight), out.history._version + 1
+        stamp.found = _Found(self._history, weakref.ref(weight), out.amax, out.past[0])
+
+    @property
+    def _stamp(self) -> _Stamp:
+        return _STAMPS[self.buffers[0].data_ptr()]
+
+
+class StepCodes:
+    """What one optimizer step writes of the weights that it updates."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        """Find those of ``parameters`` whose kept codes have a scale that is known before the step."""
+        wanted = {id(parameter) for parameter in parameters}
+        found: dict[Tensor, list[WeightCodes]] = {}
+        for layer in live_layers():
+            weight, state = layer._parameters.get("weight"), layer_state(layer)
+            if weight is None or id(weight) not in wanted or state.kept is None:
+                continue
+            found.setdefault(weight, []).append(state.kept)
+            # Ranks that share amaxes do not know the scale before they have talked.
+            if state.kept._history is None or state.group is not None or weight.shape[1] % 8:
+                wanted.discard(id(weight))
+        # Layers that share a weight have codes and a history each.
+        self._kept = {w: kept[0] for w, kept in found.items() if len(kept) == 1 and id(w) in wanted}
+        self._written: list[tuple[Tensor, int]] = []
+
+    def __len__(self) -> int:
+        """How many weights' codes the step may write."""
+        return len(self._kept)
+
+    def of(self, parameter: Tensor) -> WeightCodes | None:
+        """The parameter's codes, where the step may write them."""
+        return self._kept.get(parameter)
+
+    def wrote(self, parameter: Tensor) -> None:
+        """Note that the codes are those of the parameter as it is now."""
+        self._written.append((parameter, _version(parameter)))
+
+    def finish(self) -> None:
+        """Let what was written count, when the step is done and its hooks come next."""
+        for parameter, version in self._written:
+            self._kept[parameter].stepped(parameter, version)
+
+
+def kept_history(
+    config: LinearConfig, weight: Tensor | None, histories: Mapping[tuple[str, str], AmaxHistory]
+) -> AmaxHistory | None:
+    """The amax history with which a layer's weight keeps its codes; None where :func:`keep_obstacle` has the say.
+
+    It can where both products take the same codes. They are then recorded once a step, not at each use.
+    """
+    spec = config.fprop.second
+    plain = type(weight) is torch.nn.Parameter and spec.delayed is not None and not spec.sr
+    clipped = spec.clip_p is not None or spec.clip_rms is not None
+    if weight is None or not plain or clipped or not same_codes(spec, config.dgrad.second):
+        return None
+    return histories.get(("fprop", "weight")) if weight.numel() and has_kernel(weight, spec) else None
 
 
 def keep_obstacle(config: LinearConfig, weight: Tensor | None) -> str | None:
@@ -175,7 +309,7 @@ def _product(
 ) -> Tensor:
     spec, rows_spec, columns_spec, gemm = _parsed(first_spec, rows, columns, accumulate)
     _bring_up_to_date(weight, buffers, rows, columns)
-    codes, scale, turned, second_scale = buffers
+    codes, scale, turned, second_scale = buffers[:_PLAIN]
     shape = tuple(weight.shape)
     if transposed:
         assert columns_spec is not None
@@ -195,22 +329,75 @@ def _product_fake(first: Tensor, first_scale: Tensor, weight: Tensor, *others: A
 
 def _bring_up_to_date(weight: Tensor, buffers: list[Tensor], rows: str, columns: str) -> None:
     stamp = _STAMPS.get(buffers[0].data_ptr())
-    version, capturing = _version(weight), _capturing(weight)
-    stream = torch._C._cuda_getCurrentRawStream(weight.device.index) if weight.is_cuda else 0
+    now = _version(weight), _stream(weight), _history_version(buffers)
+    capturing = _capturing(weight)
     at_home = stamp is not None and weight.data_ptr() == stamp.home
-    current = stamp is not None and (True, version, stream) == (stamp.filled, stamp.version, stamp.stream)
-    if current and at_home and not capturing:
-        return
+    if stamp is not None and stamp.filled and now == (stamp.version, stamp.stream, stamp.history):  # noqa: SIM102
+        if at_home and not capturing:
+            if stamp.found is not None:
+                _record(stamp.stream)
+            return
     _cast_into(weight, buffers, rows, columns)
     if stamp is not None:
         stamp.captured |= capturing
-        stamp.filled = at_home and version >= 0 and not stamp.captured
-        stamp.version, stamp.stream = version, stream
+        stamp.filled = at_home and now[0] >= 0 and not stamp.captured
+        stamp.version, stamp.stream, stamp.history = now
+        stamp.stepped, stamp.found = False, None
+
+
+def _record(stream: int) -> None:
+    """Enter what a step found in the histories of all weights that are as it left them, in a few launches."""
+    due: list[tuple[_Stamp, _Found]] = []
+    for stamp in _STAMPS.values():
+        found = stamp.found
+        weight = None if found is None else found.weight()
+        if found is None or weight is None or not stamp.filled or stamp.stream != stream:
+            continue
+        if (weight.data_ptr(), _version(weight)) == (stamp.home, stamp.version):
+            due.append((stamp, found))
+    for stamp, _ in due:
+        stamp.found = None
+    by_device: dict[torch.device, list[_Found]] = {}
+    for _, found in due:
+        by_device.setdefault(found.amax.device, []).append(found)
+    for alike in by_device.values():
+        histories: Any = [found.history for found in alike]
+        torch._foreach_maximum_([history.pending for history in histories], [found.amax for found in alike])  # type: ignore[attr-defined]
+        torch._foreach_add_([history.saturated for history in histories], [found.past for found in alike])  # type: ignore[attr-defined]
 
 
 def _cast_into(weight: Tensor, buffers: list[Tensor], rows: str, columns: str) -> None:
+    if len(buffers) > _PLAIN:
+        _cast_delayed_into(weight, buffers, rows)
+        return
     specs = (rows, "" if columns == SAME else columns)
     cast_into(weight, rows, columns, [limit_of(weight, Spec.parse(text)) if text else None for text in specs], buffers)
+
+
+def _cast_delayed_into(weight: Tensor, buffers: list[Tensor], spec: str) -> None:
+    codes, scale, turned, empty, *state = buffers
+    weight = weight.detach()
+    if weight.is_cuda or kernels_on_cpu():
+        from .kernels.launch import Operand, launch_cast
+
+        nothing = (None, None)
+        launch_cast(
+            [weight], IDENTITY, Operand(Spec.parse(spec)), None, same=True, limits=nothing, keys=nothing, bits=nothing,
+            state=state, recording=True, into=(codes, scale, turned, empty),
+        )  # fmt: skip
+        return
+    cast = torch.ops.narrowgate.cast_fp8_delayed
+    found = cast([weight], IDENTITY, spec, True, True, None, None, *state, True)
+    for target, result in zip((codes, turned, scale), found, strict=True):
+        target.copy_(result)
+
+
+def _history_version(buffers: list[Tensor]) -> int:
+    return buffers[_PLAIN]._version if len(buffers) > _PLAIN else 0
+
+
+def _stream(weight: Tensor) -> int:
+    return torch._C._cuda_getCurrentRawStream(weight.device.index) if weight.is_cuda else 0
 
 
 def _capturing(weight: Tensor) -> bool:

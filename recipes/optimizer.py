@@ -28,7 +28,8 @@ def wrap_optimizer(model: nn.Module, optimizer: Optimizer, *, keep_weights: bool
     Args:
         model: carries a recipe, or several in its parts that ask for the same optimizer state.
         optimizer: a ``torch.optim.Optimizer`` over the model's Parameters.
-        keep_weights: quantize each weight that it steps once a step instead of at each use.
+        keep_weights: quantize each weight that it steps once a step instead of at each use; in the step's own pass
+            where it is a fused one on a GPU and the scale is a delayed one.
 
     Returns:
         ``optimizer`` itself.
@@ -60,11 +61,13 @@ def wrap_optimizer(model: nn.Module, optimizer: Optimizer, *, keep_weights: bool
 
 def keep_weights_of(optimizer: Optimizer) -> None:
     """Quantize the weights that ``optimizer`` steps once a step; warn of layers where that is not possible, and why."""
-    from ..precision.linear import keep_weight_codes
+    from ..precision.kept_weights import keep_weights
+    from ..precision.optimizer_state import write_codes
 
     layers: dict[str, list[str]] = {}
-    for name, reason in keep_weight_codes(p for group in optimizer.param_groups for p in group["params"]).items():
+    for name, reason in keep_weights(p for group in optimizer.param_groups for p in group["params"]).items():
         layers.setdefault(reason, []).append(name)
+    write_codes(optimizer)
     for reason, names in layers.items():
         warnings.warn(
             f"keep_weights: quantized at each use all the same, {len(names)} weight(s), first '{names[0]}': {reason}",

@@ -156,14 +156,14 @@ def _adam(
         g = tl.fma(p, weight_decay, g)
     if DECOUPLED:
         p = tl.fma(-tl.load(coefficients), p, p)
-    p, m, v = _update(p, g, m, v, size, root, beta1, beta2, eps)
+    p, m, v = updated(p, g, m, v, size, root, beta1, beta2, eps)
     tl.store(parameters + at, p, mask=inside)
     tl.store(exp_avgs + at, _rounded(m, m_words, STOCHASTIC, STEPWISE, BLOCK), mask=inside)
     tl.store(exp_avg_sqs + at, _rounded(v, v_words, STOCHASTIC, STEPWISE, BLOCK), mask=inside)
 
 
 @triton.jit
-def _update(p, g, m, v, size, root, beta1, beta2, eps):
+def updated(p, g, m, v, size, root, beta1, beta2, eps):
     """One step of Adam; FP32, each operation rounded to nearest."""
     m = tl.fma(m, beta1, tl.fma(g, -beta1, g))
     square = g * g
@@ -185,13 +185,21 @@ def _words(key, counter, STOCHASTIC: tl.constexpr):
 
 @triton.jit
 def _rounded(x, words, STOCHASTIC: tl.constexpr, STEPWISE: tl.constexpr, BLOCK: tl.constexpr):
-    """FP32 ``x`` [BLOCK] rounded to BF16, stochastically with ``words`` [BLOCK // 8, 2, 2].
+    """FP32 ``x`` [BLOCK] rounded to BF16, stochastically with ``words`` [BLOCK // 8, 2, 2]."""
+    bits = words
+    if STOCHASTIC:
+        # The low half of a word where an element's index is even, the high half where it is odd.
+        bits = tl.reshape(tl.join(words & 0xFFFF, (words >> 16) & 0xFFFF), (BLOCK,)).to(tl.int32)
+    return to_bf16(x, bits, STOCHASTIC, STEPWISE)
+
+
+@triton.jit
+def to_bf16(x, bits, STOCHASTIC: tl.constexpr, STEPWISE: tl.constexpr):
+    """FP32 ``x`` rounded to BF16, stochastically with 16 random ``bits`` an element, int32.
 
     ``STEPWISE`` rounds to nearest where the conversion, which the interpreter has not, would do it.
     """
     if STOCHASTIC:
-        # The low half of a word where an element's index is even, the high half where it is odd.
-        bits = tl.reshape(tl.join(words & 0xFFFF, (words >> 16) & 0xFFFF), (BLOCK,)).to(tl.int32)
         # A finite number stays finite: 0x7F7F0000 is the largest that BF16 has.
         clamped = tl.minimum(tl.maximum(x, -3.3895313892515355e38), 3.3895313892515355e38)
         moved = (clamped.to(tl.int32, bitcast=True) + bits) & -0x10000

@@ -525,7 +525,7 @@ def test_moments_in_each_others_place_are_not_taken(monkeypatch):
 
     monkeypatch.setattr(fused_adam, "kernels_on_cpu", lambda: True)
     asked: list[Any] = []
-    monkeypatch.setattr(optimizer_state, "take", lambda step, keys: asked.append(step))
+    monkeypatch.setattr(optimizer_state, "take", lambda step, *_: asked.append(step))
     ours, theirs = (lower_state(Swapped(parameters("cpu"), fused=True), "bf16") for _ in range(2))
     taken_apart(theirs)
     for step in range(3):
@@ -539,7 +539,7 @@ def test_moments_in_each_others_place_are_not_taken(monkeypatch):
 def test_a_call_that_is_not_taken_is_made_on_fp32_moments_and_not_asked_about_again(monkeypatch):
     asked: list[int] = []
 
-    def refuse(step: fused_adam.FusedStep, keys: Any) -> bool:
+    def refuse(step: fused_adam.FusedStep, *_: Any) -> bool:
         asked.append(len(step.parameters))
         return False
 
@@ -556,7 +556,7 @@ def test_a_call_that_is_not_taken_is_made_on_fp32_moments_and_not_asked_about_ag
 
 
 def test_what_goes_wrong_in_a_step_leaves_moments_stored(monkeypatch):
-    def fail(step: fused_adam.FusedStep, keys: Any) -> bool:
+    def fail(step: fused_adam.FusedStep, *_: Any) -> bool:
         raise RuntimeError("out of memory")
 
     ours = lower_state(Adam(parameters("cpu"), fused=True), "bf16", seed=3)

@@ -10,8 +10,9 @@ import pytest
 import torch
 from narrowgate.precision import casting, weight_codes
 from narrowgate.precision.config import GemmConfig, LinearConfig
+from narrowgate.precision.kept_weights import keep_weights
 from narrowgate.precision.layer import forget_weight_codes, layer_state
-from narrowgate.precision.linear import keep_weight_codes, lower_linear
+from narrowgate.precision.linear import lower_linear
 from narrowgate.precision.spec import Spec
 from torch import nn
 from torch.func import functional_call
@@ -27,6 +28,7 @@ VARIANTS = {
     "two formats": ("fp8_e4m3/row", "fp8_e5m2"),
     "clipped": ("fp8_e4m3+clip(rms=2)", "fp8_e4m3/row+clip(p=99)"),
     "fprop alone": ("fp8_e4m3/row", "bf16"),
+    "delayed": ("fp8_e4m3+delayed(2)", "fp8_e4m3+delayed(2)"),
 }
 
 
@@ -56,7 +58,7 @@ def keep(monkeypatch):
         with monkeypatch.context() as patch:
             if not INTERPRETED:
                 patch.setattr(casting, "kernels_on_cpu", lambda: True)
-            return keep_weight_codes(layers.parameters())
+            return keep_weights(layers.parameters())
 
     return keep
 
@@ -104,6 +106,39 @@ def test_training_is_the_same_to_the_bit_and_casts_each_weight_once_a_step(varia
     expected, found = train(plain, plain), train(kept, kept)
     assert len(casts) == 2 * 2
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+def test_a_kept_weight_with_a_delayed_scale_is_recorded_and_counted_once_a_step(keep):
+    plain, kept = model("delayed"), model("delayed")
+    assert keep(kept) == {}
+    states = [layer_state(layers[0]) for layers in (plain, kept)]
+    for state in states:
+        state.histories["fprop", "weight"].history.fill_(0.01)  # most of what follows saturates
+    for layers in (plain, kept):
+        train(layers, layers)
+        layers(batches(1)[0])
+    ours, theirs = (state.histories["fprop", "weight"] for state in states)
+    assert torch.equal(ours.history, theirs.history)
+    assert torch.equal(ours.pending, theirs.pending)
+    assert ours.saturated == 3 * theirs.saturated > 0
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_loaded_history_is_seen(compiled, keep):
+    layers = model("delayed")
+    keep(layers)
+    call = torch.compile(layers, fullgraph=True) if compiled else layers
+    history = layer_state(layers[0]).histories["fprop", "weight"]
+    saved = {**history.state_dict(), "history": torch.tensor([100.0, 0.0])}
+    (x,) = batches(1)
+    before = call(x)
+    history.load_state_dict(saved)
+    after = call(x)
+    assert not torch.equal(before, after)
+    reference = model("delayed")
+    layer_state(reference[0]).histories["fprop", "weight"].load_state_dict(saved)
+    torch.testing.assert_close(after, reference(x))
+    torch._dynamo.reset()
 
 
 def test_a_recomputed_forward_casts_nothing(keep, casts):
@@ -261,7 +296,7 @@ def test_a_copy_keeps_nothing_of_the_originals(clone, keep):
 
 @pytest.mark.parametrize(("variant", "reason"), [
     ("fp8_e4m3+sr", "fp8_e4m3/tensor+sr is drawn anew at each use"),
-    ("fp8_e4m3+delayed(4)", "fp8_e4m3/tensor+delayed(4) records each use"),
+    ("fp8_e4m3+delayed(4)+clip(rms=2)", "fp8_e4m3/tensor+clip(rms=2)+delayed(4) records each use"),
     ("bf16", "fprop does not quantize the weight"),
     ("mxfp8", "mxfp8 has no cast kernel"),
     ("fp8_e4m3+hadamard(16)", "fp8_e4m3/tensor+hadamard(16) has no cast kernel"),
@@ -277,7 +312,7 @@ def test_weights_that_change_with_each_use_or_have_no_kernel_are_not_kept(varian
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter has the kernels")
 def test_a_cpu_says_that_it_has_no_cast_to_save():
     layers = model("row")
-    told = keep_weight_codes(layers.parameters())
+    told = keep_weights(layers.parameters())
     assert told["0"] == "no cast kernel takes a weight of [64, 136], torch.float32, on cpu"
     assert told.keys() == {"0", "2"}
 
@@ -299,10 +334,10 @@ def test_only_what_an_optimizer_steps_is_kept(keep):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("variant", ["tensor", "row", "fprop alone"])
+@pytest.mark.parametrize("variant", ["tensor", "row", "fprop alone", "delayed"])
 def test_on_the_gpu_training_is_the_same(variant, compiled, casts):
     plain, kept = model(variant, "cuda"), model(variant, "cuda")
-    assert keep_weight_codes(kept.parameters()) == {}
+    assert keep_weights(kept.parameters()) == {}
     results = [train(m, torch.compile(m, fullgraph=True) if compiled else m, device="cuda") for m in (plain, kept)]
     assert len(casts) == 2 * 2
     for a, b in zip(*results, strict=True):
@@ -348,7 +383,7 @@ def test_a_captured_optimizer_step_is_followed(keep):
 @pytest.mark.gpu
 def test_a_cuda_graph_replays_with_the_weight_of_its_time(casts):
     plain, kept = model("row", "cuda"), model("row", "cuda")
-    keep_weight_codes(kept.parameters())
+    keep_weights(kept.parameters())
     (x,) = batches(1, "cuda")
     x = x.detach()
     for _ in range(2):

@@ -1,0 +1,587 @@
+"""Adam that writes the FP8 codes of a weight in its own pass, against a step and the cast of its result, bit for bit.
+
+Kernels run on a GPU or through Triton's interpreter (TRITON_INTERPRET=1).
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import Any
+
+import pytest
+import torch
+from narrowgate.precision import AmaxHistory, Spec, casting, optimizer_state, weight_codes
+from narrowgate.precision.config import GemmConfig, LinearConfig
+from narrowgate.precision.delayed import roll
+from narrowgate.precision.kept_weights import keep_weights
+from narrowgate.precision.layer import forget_weight_codes, layer_state
+from narrowgate.precision.linear import lower_linear
+from narrowgate.precision.moments import MOMENTS
+from narrowgate.precision.optimizer_state import lower_state, write_codes
+from narrowgate.precision.weight_codes import StepCodes, WeightCodes, kept_history
+from torch import Tensor, nn
+from torch.optim import Adam, AdamW, Optimizer
+
+from .test_optimizer_state_fused import reference
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+#: Weights [N, K]: of several tiles and programs, none of a tile's size, and odd N, K no multiple of 16.
+SHAPES = [(64, 64), (128, 192), (33, 24), (1, 8), (37, 200), (65, 72)]
+
+
+def kernel_test(test: Any) -> Any:
+    """A test of the kernel itself: wherever that runs."""
+    return test if INTERPRETED else pytest.mark.gpu(test)
+
+
+def config(weight: str = "fp8_e4m3+delayed(3)", other: str = "fp8_e4m3+delayed(3)") -> LinearConfig:
+    spec, dgrad = Spec.parse(weight), Spec.parse(other)
+    row = Spec.parse("fp8_e4m3")
+    return LinearConfig(GemmConfig(row, spec), GemmConfig(row, dgrad), GemmConfig(row, row))
+
+
+def same(a: Tensor, b: Tensor) -> None:
+    """The same bits, NaNs counted as one."""
+    assert (a.dtype, a.shape) == (b.dtype, b.shape)
+    if a.dtype.itemsize == 1:  # one conversion's NaN has a sign and another's has none
+        a, b = a.float(), b.float()
+    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.dtype.itemsize]
+    unequal = a.detach().view(integer) != b.detach().view(integer)
+    if a.dtype.is_floating_point:
+        unequal &= ~(a.isnan() & b.isnan())
+    assert not unequal.any(), f"{int(unequal.sum())} of {a.numel()} differ: {unequal.nonzero()[:3].tolist()}"
+
+
+class Both:
+    """One weight twice: stepped with its codes in one pass, and stepped, then cast as a forward would."""
+
+    def __init__(
+        self, shape: tuple[int, int], dtype: torch.dtype, spec: str = "fp8_e4m3+delayed(3)", sr: bool = True
+    ) -> None:
+        generator = torch.Generator().manual_seed(shape[0])
+        self.weights = [torch.randn(shape, generator=generator).to(DEVICE)]
+        self.grad = torch.randn(shape, generator=generator).to(DEVICE)
+        self.moments = [[0.1 * self.grad.to(dtype), self.grad.square().to(dtype)]]
+        self.weights.append(self.weights[0].clone())
+        self.moments.append([x.clone() for x in self.moments[0]])
+        self.config = config(spec, spec)
+        self.histories = [AmaxHistory(3, DEVICE), AmaxHistory(3, DEVICE)]
+        self.kept = [
+            WeightCodes(self.config, nn.Parameter(w), h) for w, h in zip(self.weights, self.histories, strict=True)
+        ]
+        self.keys = torch.tensor([12345, -6789], device=DEVICE) if sr and dtype == torch.bfloat16 else None
+        self.steps = 0
+
+    def held(self, *entries: float, pending: float = -1.0) -> None:
+        for history in self.histories:
+            history.history.copy_(torch.tensor(entries))
+            history.pending.fill_(pending)
+
+    def step(self, *, scale: float | None = None, found: float | None = None, **options: Any) -> None:
+        from narrowgate.precision.kernels.adam import AdamRule, AdamTensors, coefficients, launch_adam
+        from narrowgate.precision.kernels.adam_codes import launch_adam_codes
+
+        self.steps += 1
+        options = {"lr": 0.1, "weight_decay": 0.0, "decoupled": True, "maximize": False, **options}
+        decoupled, lr = options.pop("decoupled"), options["lr"]
+        sr = self.keys is not None
+        rule = AdamRule(0.9, 0.999, 1e-8, options["weight_decay"], decoupled, options["maximize"], sr)
+        optional = [None if x is None else torch.tensor(x, device=DEVICE) for x in (scale, found)]
+        steps = torch.tensor([float(self.steps)], device=DEVICE)
+        row = coefficients(lr, steps, rule)[0]
+        grads = [self.grad.clone(), self.grad.clone()]
+        ours, theirs = (
+            AdamTensors(w, g, *m, offset=0) for w, g, m in zip(self.weights, grads, self.moments, strict=True)
+        )
+        out = self.kept[0].out()
+        launch_adam_codes(rule, ours, out, row, self.keys, *optional)
+        if theirs.exp_avg.dtype == torch.bfloat16:
+            launch_adam(rule, theirs, row, self.keys, *optional)
+        else:
+            lists = [[theirs.parameter], [theirs.grad], [theirs.exp_avg], [theirs.exp_avg_sq], [], [steps[0]]]
+            options |= {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "amsgrad": False}
+            reference(decoupled)(*lists, grad_scale=optional[0], found_inf=optional[1], **options)
+        roll(self.histories)
+        history = self.histories[0]
+        history.pending.copy_(torch.maximum(history.pending, out.amax))
+        history.saturated.add_(out.past[0])
+        weight_codes._cast_into(self.weights[1], self.kept[1].buffers, self.kept[1].rows, self.kept[1].columns)
+        same(*grads)
+
+    def check(self) -> None:
+        same(*self.weights)
+        for mine, other in zip(*self.moments, strict=True):
+            same(mine, other)
+        for mine, other in zip(*(kept.buffers for kept in self.kept), strict=True):
+            same(mine, other)
+        same(self.kept[0].buffers[2].float(), self.kept[0].buffers[0].t().float().contiguous())
+        out = self.kept[0].out()
+        assert not out.workspace.any()
+        assert out.past[1] == 0
+
+
+@kernel_test
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_codes_scale_history_and_weight_are_those_of_a_step_and_a_cast(shape, dtype):
+    both = Both(shape, dtype)
+    both.held(2.0, 3.0, 1.0, pending=2.5)
+    for _ in range(4):  # 3.0 drops out of the history
+        both.step()
+        both.check()
+    assert both.histories[0].history[0] == both.histories[1].history[0] > 0
+
+
+@kernel_test
+@pytest.mark.parametrize(
+    ("entries", "pending"),
+    [((3.0, 0.5, 1.0), -1.0), ((0.5, 1.0, 3.0), 2.0), ((0.5, 1.0, 3.0), 0.0), ((0.0, 0.0, 0.0), 1.5)],
+)
+def test_the_scale_comes_from_the_history_as_it_is_after_the_step(entries, pending):
+    both = Both((40, 48), torch.bfloat16)
+    both.held(*entries, pending=pending)
+    both.step()
+    both.check()
+    rolled = [pending, *entries[:2]] if pending >= 0 else entries
+    assert both.kept[0].buffers[1].item() == pytest.approx(max(rolled) / 448)
+
+
+@kernel_test
+@pytest.mark.parametrize("shape", [(33, 24), (3, 1032), (70, 64)])
+@pytest.mark.parametrize("pending", [-1.0, 0.0])
+def test_without_any_entry_the_scale_is_that_of_the_weight_itself(shape, pending):
+    both = Both(shape, torch.bfloat16)
+    both.held(0.0, 0.0, 0.0, pending=pending)
+    both.step()
+    both.check()
+    assert both.kept[0].buffers[1].item() == pytest.approx(both.weights[0].abs().max().item() / 448)
+    assert both.kept[0].buffers[0].float().abs().max() == 448
+    both.step()
+    both.check()
+
+
+@kernel_test
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("held", [2.0, 0.0])
+def test_a_weight_that_is_not_finite_makes_its_scale_nan_and_enters_no_history(value, held):
+    both = Both((40, 72), torch.bfloat16)
+    both.held(held, 0.0, 0.0)
+    both.grad[3, 5] = torch.nan if value != value else 0.0
+    for weight in both.weights:
+        weight[3, 5] = value
+    both.step()
+    both.check()
+    assert both.kept[0].buffers[1].isnan()
+    assert both.kept[0].out().amax == -1
+
+
+@kernel_test
+def test_what_saturates_is_counted_once():
+    both = Both((70, 136), torch.bfloat16)
+    both.held(1.0, 0.5, 0.25)
+    both.step()
+    both.check()
+    count = both.histories[0].saturated.item()
+    assert count == (both.weights[0].abs() / (1.0 / 448) > 464).sum().item() > 0
+    both.step()
+    both.check()
+
+
+@kernel_test
+@pytest.mark.parametrize("scale", [None, 1024.0])
+@pytest.mark.parametrize("found", [0.0, 1.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_skipped_step_casts_the_weight_as_it_is(scale, found, dtype):
+    both = Both((40, 72), dtype)
+    before = both.weights[0].clone()
+    both.held(2.0, 3.0, 1.0, pending=2.5)
+    both.grad[0, 0] = torch.inf if found else 1.0
+    both.step(scale=scale, found=found)
+    both.check()
+    assert torch.equal(both.weights[0], before) == bool(found)
+    assert both.kept[0].out().amax == both.weights[0].abs().max()
+
+
+@kernel_test
+@pytest.mark.parametrize("spec", ["fp8_e5m2+delayed(3)", "fp8_e4m3+pow2+delayed(3)"])
+@pytest.mark.parametrize("options", [{"weight_decay": 0.1}, {"weight_decay": 0.1, "decoupled": False},
+                                     {"maximize": True}, {"lr": 0.0}])  # fmt: skip
+def test_so_it_does_in_other_formats_and_with_other_numbers(spec, options):
+    both = Both((34, 40), torch.bfloat16, spec, sr=False)
+    both.held(2.0, 0.0, 0.0)
+    both.step(**options)
+    both.check()
+
+
+# Through layers and optimizers.
+
+
+def model(device: str = DEVICE, weight: str = "fp8_e4m3+delayed(3)") -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = nn.Sequential(
+        nn.Linear(40, 64), nn.SiLU(), nn.Linear(64, 48, bias=False), nn.SiLU(), nn.Linear(48, 16)
+    ).to(device)  # fmt: skip
+    for name in ("0", "2"):
+        lower_linear(layers.get_submodule(name), config(weight, weight), name=name)
+    return layers
+
+
+def kept_of(layers: nn.Sequential) -> list[WeightCodes]:
+    found = [layer_state(layers[i]).kept for i in (0, 2)]
+    return [kept for kept in found if kept is not None]
+
+
+@pytest.fixture
+def casts(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Shapes of weights cast into kept codes."""
+    found: list[tuple[int, ...]] = []
+    original = weight_codes._cast_into
+
+    def counted(weight: Tensor, *others: Any) -> None:
+        found.append(tuple(weight.shape))
+        original(weight, *others)
+
+    monkeypatch.setattr(weight_codes, "_cast_into", counted)
+    yield found
+    torch._dynamo.reset()
+
+
+class Run:
+    """A model in training, its optimizer lowered or not, its weights kept or not, written in the pass or not."""
+
+    def __init__(self, state: str = "bf16+sr", kind: Any = Adam, *, in_pass: bool = True, **options: Any) -> None:
+        self.layers, self.in_pass = model(), in_pass
+        self.optimizer: Optimizer = kind(self.layers.parameters(), lr=0.05, fused=True, **options)
+        lower_state(self.optimizer, state, seed=3)
+        assert keep_weights(self.layers.parameters()) == {}
+        assert len(kept_of(self.layers)) == 2
+        if in_pass:
+            write_codes(self.optimizer)
+        self.call: Any = self.layers
+        self.found: list[Tensor] = []
+        self.batch = 0
+
+    @property
+    def weight(self) -> nn.Parameter:
+        layer = self.layers[0]
+        assert isinstance(layer, nn.Linear)
+        assert isinstance(layer.weight, nn.Parameter)
+        return layer.weight
+
+    def micro_batch(self) -> Tensor:
+        self.batch += 1
+        x = torch.randn(24, 40, generator=torch.Generator().manual_seed(self.batch)).to(DEVICE).requires_grad_()
+        y = self.call(x)
+        y.square().mean().backward()
+        assert x.grad is not None
+        self.found += [y.detach(), x.grad]
+        return x
+
+    def step(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        with monkeypatch.context() as patch:
+            if not self.in_pass:
+                patch.setattr(StepCodes, "of", lambda self, parameter: None)
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def histories(self) -> list[Tensor]:
+        states = [layer_state(self.layers[i]).histories["fprop", "weight"].state_dict() for i in (0, 2)]
+        return [value for state in states for value in state.values()]
+
+    def everything(self) -> list[Tensor]:
+        moments = [self.optimizer.state[p][m] for p in self.layers.parameters() for m in MOMENTS]
+        return [*self.found, *(p.detach() for p in self.layers.parameters()), *moments, *self.histories()]
+
+
+def plain_fp32_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, PyTorch's fused step on FP32 moments as the kernel computes it."""
+    if not INTERPRETED:
+        return
+    # Looked up before either is replaced.
+    adam, adamw = reference(False), reference(True)
+    monkeypatch.setattr(torch, "_fused_adam_", adam)
+    monkeypatch.setattr(torch, "_fused_adamw_", adamw)
+
+
+def assert_alike(a: Run, b: Run) -> None:
+    for mine, other in zip(a.everything(), b.everything(), strict=True):
+        same(mine, other)
+
+
+@kernel_test
+@pytest.mark.parametrize(("state", "kind"), [("bf16+sr", Adam), ("bf16", AdamW), ("fp32", Adam), ("fp32", AdamW)])
+def test_training_is_the_same_with_codes_from_the_pass(state, kind, casts, monkeypatch):
+    plain_fp32_step(monkeypatch)
+    ours, theirs = Run(state, kind), Run(state, kind, in_pass=False)
+    assert type(ours.optimizer).__name__.endswith(kind.__name__)
+    assert isinstance(ours.optimizer, kind)
+    counts = []
+    for run in (ours, theirs):
+        before = len(casts)
+        for _ in range(5):
+            for _ in range(2):
+                run.micro_batch()
+            run.step(monkeypatch)
+        counts.append(len(casts) - before)
+    # The first step makes the optimizer's state and takes the long way.
+    assert counts == [2 * 2, 5 * 2]
+    assert [kept.passes for kept in kept_of(ours.layers)] == [4, 4]
+    assert [kept.passes for kept in kept_of(theirs.layers)] == [0, 0]
+    # What the last step found has not been used yet, so it is in no history.
+    assert_alike(ours, theirs)
+
+
+@kernel_test
+def test_an_optimizer_without_kept_weights_is_left_alone():
+    layers = model()
+    optimizer = Adam(layers.parameters(), fused=True)
+    write_codes(optimizer)
+    assert type(optimizer) is Adam
+    keep_weights(layers.parameters())
+    unfused = Adam(layers.parameters(), fused=False)
+    write_codes(unfused)
+    assert type(unfused) is Adam
+
+
+@kernel_test
+def test_an_unlowered_optimizer_stays_what_it_looked_like(monkeypatch):
+    run = Run("fp32")
+    plain = Adam(model().parameters(), lr=0.05, fused=True)
+    for _ in range(2):
+        run.micro_batch()
+        run.step(monkeypatch)
+    assert repr(run.optimizer) == repr(plain)
+    state = run.optimizer.state_dict()
+    assert all(value["exp_avg"].dtype == torch.float32 for value in state["state"].values())
+    plain.load_state_dict(state)
+    run.optimizer.load_state_dict(plain.state_dict())
+    twin = copy.deepcopy(run.optimizer)
+    assert type(twin) is type(run.optimizer)
+    run.micro_batch()
+    run.step(monkeypatch)
+    assert [kept.passes for kept in kept_of(run.layers)] == [2, 2]
+
+
+def _halve(run: Run) -> None:
+    with torch.no_grad():
+        run.weight.mul_(0.5)
+
+
+def _other_storage(run: Run) -> None:
+    run.weight.data = run.weight.data * 0.5
+
+
+def _load(run: Run) -> None:
+    run.layers.load_state_dict({name: value * 0.5 for name, value in run.layers.state_dict().items()})
+
+
+def _unseen_and_announced(run: Run) -> None:
+    run.weight.data.mul_(0.5)
+    forget_weight_codes(run.layers.parameters())
+
+
+def _average(run: Run) -> None:
+    average = torch.optim.swa_utils.AveragedModel(run.layers)
+    with torch.no_grad():
+        for p, a in zip(run.layers.parameters(), average.parameters(), strict=True):
+            p.copy_(a * 0.5)
+
+
+def _history_loaded(run: Run) -> None:
+    state = layer_state(run.layers[0]).state_dict()
+    layer_state(run.layers[0]).load_state_dict(
+        {name: value * 4 if name.endswith(".history") else value for name, value in state.items()}
+    )
+
+
+def _evaluated(run: Run) -> None:
+    with torch.no_grad():
+        run.found.append(run.layers.eval()(torch.ones(4, 40, device=DEVICE)))
+    run.layers.train()
+
+
+def _saved_and_loaded(run: Run) -> None:
+    saved = [layer_state(run.layers[i]).state_dict() for i in (0, 2)]
+    _halve(run)
+    for i, state in zip((0, 2), saved, strict=True):
+        layer_state(run.layers[i]).load_state_dict(state)
+
+
+@kernel_test
+@pytest.mark.parametrize("write", [_halve, _other_storage, _load, _unseen_and_announced, _average, _history_loaded,
+                                   _evaluated, _saved_and_loaded])  # fmt: skip
+@pytest.mark.parametrize("used", [False, True])
+def test_whatever_happens_after_the_step_is_seen(write, used, monkeypatch):
+    ours, theirs = Run("bf16"), Run("bf16", in_pass=False)
+    for run in (ours, theirs):
+        for _ in range(2):
+            run.micro_batch()
+            run.step(monkeypatch)
+        if used:
+            run.micro_batch()
+        write(run)
+        run.micro_batch()
+        run.step(monkeypatch)
+        run.micro_batch()
+    assert sum(kept.passes for kept in kept_of(ours.layers)) >= 3
+    assert_alike(ours, theirs)
+
+
+@kernel_test
+def test_a_scaler_that_skips_a_step_leaves_codes_and_history_as_a_cast_does(monkeypatch):
+    ours, theirs = Run("bf16"), Run("bf16", in_pass=False)
+    for run in (ours, theirs):
+        scaler = torch.amp.GradScaler(DEVICE, init_scale=4.0)  # type: ignore[attr-defined]
+        for number in range(4):
+            x = run.micro_batch()
+            scaler.scale(torch.ones((), device=DEVICE))
+            if number == 2:
+                assert run.weight.grad is not None
+                run.weight.grad[0, 0] = torch.inf
+            with monkeypatch.context() as patch:
+                if not run.in_pass:
+                    patch.setattr(StepCodes, "of", lambda self, parameter: None)
+                scaler.step(run.optimizer)
+            scaler.update()
+            run.optimizer.zero_grad()
+            assert x.grad is not None
+        run.micro_batch()
+    assert [kept.passes for kept in kept_of(ours.layers)] == [3, 3]
+    assert_alike(ours, theirs)
+
+
+@kernel_test
+def test_what_a_step_that_failed_wrote_does_not_count(casts, monkeypatch):
+    run = Run("bf16")
+    for _ in range(2):
+        run.micro_batch()
+        run.step(monkeypatch)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    run.micro_batch()
+    del casts[:]
+    with monkeypatch.context() as patch:
+        patch.setattr(optimizer_state, "_put_back", fail)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            run.optimizer.step()
+    run.weight.data.mul_(0.5)
+    forget_weight_codes()
+    run.micro_batch()
+    assert casts == [(64, 40), (48, 64)]
+
+
+@kernel_test
+@pytest.mark.parametrize("why", ["shared amaxes", "shared weight", "captured before", "narrow"])
+def test_what_the_pass_cannot_write_is_cast_where_it_is_used(why, monkeypatch):
+    run = Run("bf16")
+    state, kept = layer_state(run.layers[0]), kept_of(run.layers)
+    if why == "shared amaxes":
+        state.group = object()  # type: ignore[assignment]
+        monkeypatch.setattr("narrowgate.precision.layer.roll", lambda histories, group: roll(histories))
+    elif why == "shared weight":
+        twin = nn.Linear(40, 64).to(DEVICE)
+        twin.weight = run.weight
+        lower_linear(twin, config(), name="twin")
+        assert keep_weights([twin.weight]) == {}
+    elif why == "captured before":
+        kept[0]._stamp.captured = True
+    else:
+        run.layers[0] = nn.Linear(36, 64).to(DEVICE)
+        lower_linear(run.layers[0], config(), name="0")
+        run.layers.insert(0, nn.Linear(40, 36).to(DEVICE))
+        run.optimizer = lower_state(Adam(run.layers.parameters(), fused=True), "bf16")
+        assert keep_weights(run.layers.parameters()) == {}
+        kept = [codes for i in (1, 3) if (codes := layer_state(run.layers[i]).kept) is not None]
+    for _ in range(3):
+        run.micro_batch()
+        run.step(monkeypatch)
+    assert [codes.passes for codes in kept] == [0, 2]
+
+
+def test_only_weights_of_one_set_of_codes_are_kept_with_a_history(monkeypatch):
+    monkeypatch.setattr(casting, "kernels_on_cpu", lambda: True)
+    weight, delayed = nn.Parameter(torch.ones(8, 16)), "fp8_e4m3+delayed(3)"
+
+    def found(fprop: str, dgrad: str, weight: Tensor = weight) -> bool:
+        history = AmaxHistory(3)
+        kept = kept_history(config(fprop, dgrad), weight, {("fprop", "weight"): history})
+        assert kept in (None, history)
+        return kept is history
+
+    assert found(delayed, delayed)
+    assert not found(delayed, "fp8_e5m2+delayed(3)")
+    assert not found(delayed, "fp8_e4m3")
+    assert not found("fp8_e4m3", "fp8_e4m3")
+    assert not found("fp8_e4m3+sr+delayed(3)", "fp8_e4m3+sr+delayed(3)")
+    assert not found("fp8_e4m3+delayed(3)+clip(rms=2)", "fp8_e4m3+delayed(3)+clip(rms=2)")
+    assert not found(delayed, delayed, torch.ones(8, 16))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("state", ["bf16+sr", "fp32"])
+def test_compiled_training_is_the_same_with_codes_from_the_pass(state, monkeypatch):
+    ours, theirs = Run(state), Run(state, in_pass=False)
+    for run in (ours, theirs):
+        run.call = torch.compile(run.layers, fullgraph=True)
+        for _ in range(5):
+            run.micro_batch()
+            run.micro_batch()
+            run.step(monkeypatch)
+    assert [kept.passes for kept in kept_of(ours.layers)] == [4, 4]
+    assert_alike(ours, theirs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("state", ["bf16+sr", "fp32"])
+def test_a_captured_training_step_replays_as_it_runs(state, monkeypatch):
+    """Forward, backward and step in one graph: it casts where it uses, and the step compiles nothing."""
+    ours, theirs = (Run(state, capturable=True) for _ in range(2))
+    x = torch.randn(24, 40, generator=torch.Generator().manual_seed(1)).cuda()
+
+    def once(run: Run) -> None:
+        run.layers(x).square().mean().backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad(set_to_none=False)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            once(ours)
+            once(theirs)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            once(ours)
+        for _ in range(3):
+            graph.replay()
+            once(theirs)
+    torch.cuda.synchronize()
+    for mine, other in zip(ours.layers.parameters(), theirs.layers.parameters(), strict=True):
+        same(mine, other)
+    ours.batch = theirs.batch = 0
+    for run in (ours, theirs):  # and goes on outside of the graph
+        for _ in range(2):
+            run.micro_batch()
+            run.step(monkeypatch)
+    for mine, other in zip(ours.found, theirs.found, strict=True):
+        same(mine, other)
+    assert [kept.passes for kept in kept_of(ours.layers)] == [2, 2]
+
+
+@pytest.mark.gpu
+def test_rates_and_steps_compile_nothing(monkeypatch):
+    from narrowgate.precision.kernels import adam_codes
+
+    kernel: Any = adam_codes._adam_codes
+    run, sizes = Run("bf16+sr"), []
+    for step in range(5):
+        run.micro_batch()
+        run.optimizer.param_groups[0]["lr"] = 0.5**step
+        run.step(monkeypatch)
+        sizes.append(len(kernel.device_caches[torch.cuda.current_device()][0]))
+    assert sizes[1] == sizes[-1] > sizes[0]
