@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 from .cast_operators import kernels_on_cpu
 from .moments import MOMENTS, Place, distributed_like, local
-from .weight_codes import StepCodes
+from .step_codes import StepCodes
 
 #: The calls that are met, and whether what decays in them is the parameter.
 _FUSED = {"_fused_adam_": False, "_fused_adamw_": True}

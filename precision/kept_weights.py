@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
+import torch
 from torch import Tensor
 
+from .capability import same_codes
+from .casting import has_kernel
+from .config import LinearConfig
+from .delayed import AmaxHistory
 from .layer import layer_state, live_layers
 from .linear import LowPrecisionLinear, keep_weight_codes
-from .weight_codes import WeightCodes, kept_history
+from .weight_codes import WeightCodes
 
 
 def keep_weights(parameters: Iterable[Tensor]) -> dict[str, str]:
@@ -35,3 +40,18 @@ def keep_weights(parameters: Iterable[Tensor]) -> dict[str, str]:
             obstacles.pop(state.name, None)
             state.kept = state.kept or WeightCodes(state.config, weight, history)
     return obstacles
+
+
+def kept_history(
+    config: LinearConfig, weight: Tensor | None, histories: Mapping[tuple[str, str], AmaxHistory]
+) -> AmaxHistory | None:
+    """The amax history with which a layer's weight keeps its codes; None where others say whether it keeps any.
+
+    It can where both products take the same codes. They are then recorded once a step, not at each use.
+    """
+    spec = config.fprop.second
+    plain = type(weight) is torch.nn.Parameter and spec.delayed is not None and not spec.sr
+    clipped = spec.clip_p is not None or spec.clip_rms is not None
+    if weight is None or not plain or clipped or not same_codes(spec, config.dgrad.second):
+        return None
+    return histories.get(("fprop", "weight")) if weight.numel() and has_kernel(weight, spec) else None

@@ -49,8 +49,8 @@ from .moments import (
 from .optimizer_trial import check_state, own_step, try_out
 from .spec import Spec, as_spec
 from .state_formats import stored_format, unsupported_state
+from .step_codes import StepCodes
 from .stochastic import call_key, stream_key
-from .weight_codes import StepCodes
 
 #: Elements whose moments are brought to FP32 at a time: 64 MiB a moment.
 BUCKET = 1 << 24

@@ -11,10 +11,9 @@ the buffers hold the codes of the weight as it is now, and casts it anew where t
 - the same stream asks.
 
 **In the optimizer's pass.** A fused step may write the codes of a weight with a delayed scale itself
-(:class:`StepCodes`, :mod:`narrowgate.precision.kernels.adam_codes`). They count where the step is then ended as its
-hook does, and nothing above has changed; the amax that the step found enters the history with their first use. So what
-is written past the version counter is not seen any more from the step on, where codes that are made at their first use
-would still show it.
+(:mod:`narrowgate.precision.step_codes`). They count where the step is then ended as its hook does, and nothing above
+has changed; the amax that the step found enters the history with their first use. So what is written past the version
+counter is not seen any more from the step on, where codes that are made at their first use would still show it.
 
 Within the capture of a CUDA graph the cast is always launched, so that each replay sees the weight of its time. Nobody
 counts replays, so codes that were ever captured are not trusted again, nor are those of a weight whose optimizer's step
@@ -25,13 +24,12 @@ that leaves the version counter alone: through ``weight.data``, by a collective 
 
 The operator writes to its buffers though its schema does not say so. They are a cache: nothing reads them but this
 operator, which checks first, so no order of calls can show the difference; and a compiler that knew of the writes would
-copy the buffers to keep what backward saved.
+copy the buffers to keep what backward saved. (An amax history among them is read when a step ends, outside of graphs.)
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -46,7 +44,6 @@ from .config import GemmConfig, LinearConfig
 from .delayed import AmaxHistory
 from .gemm import scaled_gemm
 from .kernels.program import IDENTITY
-from .layer import layer_state, live_layers
 from .quantization import QuantizedTensor
 from .rounding import torch_dtype
 from .spec import Spec
@@ -105,7 +102,7 @@ class WeightCodes:
             history: of the weight's delayed scale, see :func:`kept_history`; on the weight's device.
         """
         self._config, shape, device = config, (weight.shape[0], weight.shape[1]), weight.device
-        self._history, self._out = history, None
+        self.history, self._out = history, None
         #: How many optimizer steps wrote the codes in their own pass.
         self.passes = 0
         rows, columns = config.fprop.second, config.dgrad.second
@@ -138,7 +135,7 @@ class WeightCodes:
         if weight.device == self.buffers[0].device:
             self.forget(weight)
             return self
-        return WeightCodes(self._config, weight, self._history)
+        return WeightCodes(self._config, weight, self.history)
 
     def forget(self, weight: Tensor) -> None:
         """Have the next use cast anew; from now on of the Parameter ``weight``.
@@ -146,8 +143,7 @@ class WeightCodes:
         The first call after :meth:`stepped`, which the step's hook makes, forgets only what the step did not write.
         """
         stamp = self._stamp
-        here = (stamp.home, stamp.version) == (weight.data_ptr(), _version(weight))
-        stamp.filled &= stamp.stepped and here
+        stamp.filled &= stamp.stepped and stamp.home == weight.data_ptr()
         stamp.home, stamp.stepped = weight.data_ptr(), False
         stamp.captured |= _capturing(weight)
 
@@ -161,7 +157,7 @@ class WeightCodes:
         if self._out is None:
             from .kernels.adam_codes import CodesOut
 
-            assert self._history is not None
+            assert self.history is not None
             codes, scale, turned, _, history, pending, *_ = self.buffers
             device = codes.device
             self._out = CodesOut(
@@ -177,67 +173,15 @@ class WeightCodes:
         if weight.data_ptr() != stamp.home or stamp.captured or _capturing(weight) or version < 0:
             return
         out = self.out()
-        assert self._history is not None
+        assert self.history is not None
         self.passes += 1
         stamp.filled = stamp.stepped = True
         stamp.version, stamp.stream, stamp.history = version, _stream(weight), out.history._version + 1
-        stamp.found = _Found(self._history, weakref.ref(weight), out.amax, out.past[0])
+        stamp.found = _Found(self.history, weakref.ref(weight), out.amax, out.past[0])
 
     @property
     def _stamp(self) -> _Stamp:
         return _STAMPS[self.buffers[0].data_ptr()]
-
-
-class StepCodes:
-    """What one optimizer step writes of the weights that it updates."""
-
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
-        """Find those of ``parameters`` whose kept codes have a scale that is known before the step."""
-        wanted = {id(parameter) for parameter in parameters}
-        found: dict[Tensor, list[WeightCodes]] = {}
-        for layer in live_layers():
-            weight, state = layer._parameters.get("weight"), layer_state(layer)
-            if weight is None or id(weight) not in wanted or state.kept is None:
-                continue
-            found.setdefault(weight, []).append(state.kept)
-            # Ranks that share amaxes do not know the scale before they have talked.
-            if state.kept._history is None or state.group is not None or weight.shape[1] % 8:
-                wanted.discard(id(weight))
-        # Layers that share a weight have codes and a history each.
-        self._kept = {w: kept[0] for w, kept in found.items() if len(kept) == 1 and id(w) in wanted}
-        self._written: list[tuple[Tensor, int]] = []
-
-    def __len__(self) -> int:
-        """How many weights' codes the step may write."""
-        return len(self._kept)
-
-    def of(self, parameter: Tensor) -> WeightCodes | None:
-        """The parameter's codes, where the step may write them."""
-        return self._kept.get(parameter)
-
-    def wrote(self, parameter: Tensor) -> None:
-        """Note that the codes are those of the parameter as it is now."""
-        self._written.append((parameter, _version(parameter)))
-
-    def finish(self) -> None:
-        """Let what was written count, when the step is done and its hooks come next."""
-        for parameter, version in self._written:
-            self._kept[parameter].stepped(parameter, version)
-
-
-def kept_history(
-    config: LinearConfig, weight: Tensor | None, histories: Mapping[tuple[str, str], AmaxHistory]
-) -> AmaxHistory | None:
-    """The amax history with which a layer's weight keeps its codes; None where :func:`keep_obstacle` has the say.
-
-    It can where both products take the same codes. They are then recorded once a step, not at each use.
-    """
-    spec = config.fprop.second
-    plain = type(weight) is torch.nn.Parameter and spec.delayed is not None and not spec.sr
-    clipped = spec.clip_p is not None or spec.clip_rms is not None
-    if weight is None or not plain or clipped or not same_codes(spec, config.dgrad.second):
-        return None
-    return histories.get(("fprop", "weight")) if weight.numel() and has_kernel(weight, spec) else None
 
 
 def keep_obstacle(config: LinearConfig, weight: Tensor | None) -> str | None:
@@ -329,7 +273,7 @@ def _product_fake(first: Tensor, first_scale: Tensor, weight: Tensor, *others: A
 
 def _bring_up_to_date(weight: Tensor, buffers: list[Tensor], rows: str, columns: str) -> None:
     stamp = _STAMPS.get(buffers[0].data_ptr())
-    now = _version(weight), _stream(weight), _history_version(buffers)
+    now = version_of(weight), _stream(weight), _history_version(buffers)
     capturing = _capturing(weight)
     at_home = stamp is not None and weight.data_ptr() == stamp.home
     if stamp is not None and stamp.filled and now == (stamp.version, stamp.stream, stamp.history):  # noqa: SIM102
@@ -353,7 +297,7 @@ def _record(stream: int) -> None:
         weight = None if found is None else found.weight()
         if found is None or weight is None or not stamp.filled or stamp.stream != stream:
             continue
-        if (weight.data_ptr(), _version(weight)) == (stamp.home, stamp.version):
+        if (weight.data_ptr(), version_of(weight)) == (stamp.home, stamp.version):
             due.append((stamp, found))
     for stamp, _ in due:
         stamp.found = None
@@ -404,7 +348,8 @@ def _capturing(weight: Tensor) -> bool:
     return weight.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _version(weight: Tensor) -> int:
+def version_of(weight: Tensor) -> int:
+    """The weight's version counter; -1 where it has none."""
     return -1 if weight.is_inference() else weight._version
 
 

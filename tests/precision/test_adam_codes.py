@@ -14,12 +14,15 @@ import torch
 from narrowgate.precision import AmaxHistory, Spec, casting, optimizer_state, weight_codes
 from narrowgate.precision.config import GemmConfig, LinearConfig
 from narrowgate.precision.delayed import roll
-from narrowgate.precision.kept_weights import keep_weights
+from narrowgate.precision.kept_weights import keep_weights, kept_history
 from narrowgate.precision.layer import forget_weight_codes, layer_state
 from narrowgate.precision.linear import lower_linear
 from narrowgate.precision.moments import MOMENTS
 from narrowgate.precision.optimizer_state import lower_state, write_codes
-from narrowgate.precision.weight_codes import StepCodes, WeightCodes, kept_history
+from narrowgate.precision.step_codes import StepCodes
+from narrowgate.precision.weight_codes import WeightCodes
+from narrowgate.recipes import Recipe, Rule, apply_recipe
+from narrowgate.recipes.recipe import OptimizerState
 from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
@@ -150,9 +153,11 @@ def test_the_scale_comes_from_the_history_as_it_is_after_the_step(entries, pendi
 
 @kernel_test
 @pytest.mark.parametrize("shape", [(33, 24), (3, 1032), (70, 64)])
-@pytest.mark.parametrize("pending", [-1.0, 0.0])
-def test_without_any_entry_the_scale_is_that_of_the_weight_itself(shape, pending):
+@pytest.mark.parametrize(("pending", "size"), [(-1.0, 1.0), (0.0, 1e4)])
+def test_without_any_entry_the_scale_is_that_of_the_weight_itself(shape, pending, size):
     both = Both(shape, torch.bfloat16)
+    for weight in both.weights:
+        weight.mul_(size)
     both.held(0.0, 0.0, 0.0, pending=pending)
     both.step()
     both.check()
@@ -475,8 +480,29 @@ def test_what_a_step_that_failed_wrote_does_not_count(casts, monkeypatch):
 
 
 @kernel_test
+def test_another_weight_in_its_place_before_the_hook_is_seen(monkeypatch):
+    ours, theirs = Run("bf16"), Run("bf16", in_pass=False)
+    for run in (ours, theirs):
+        run.optimizer.register_step_post_hook(lambda *_, run=run: _other_storage(run))
+        for _ in range(3):
+            run.micro_batch()
+            run.step(monkeypatch)
+    assert_alike(ours, theirs)
+
+
+@kernel_test
 @pytest.mark.parametrize("why", ["shared amaxes", "shared weight", "captured before", "narrow"])
 def test_what_the_pass_cannot_write_is_cast_where_it_is_used(why, monkeypatch):
+    from narrowgate.precision.kernels import adam_codes
+
+    launched: list[Tensor] = []
+    original = adam_codes.launch_adam_codes
+
+    def spied(rule: Any, tensors: Any, *others: Any) -> None:
+        launched.append(tensors.parameter)
+        original(rule, tensors, *others)
+
+    monkeypatch.setattr(adam_codes, "launch_adam_codes", spied)
     run = Run("bf16")
     state, kept = layer_state(run.layers[0]), kept_of(run.layers)
     if why == "shared amaxes":
@@ -500,6 +526,27 @@ def test_what_the_pass_cannot_write_is_cast_where_it_is_used(why, monkeypatch):
         run.micro_batch()
         run.step(monkeypatch)
     assert [codes.passes for codes in kept] == [0, 2]
+    assert {x.shape for x in launched} == {(48, 64)}
+
+
+@kernel_test
+@pytest.mark.parametrize("state", ["bf16+sr", "fp32"])
+def test_a_plan_wraps_an_optimizer_that_writes_codes(state):
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 16)).to(DEVICE)
+    recipe = Recipe(
+        name="r", optimizer=OptimizerState(state=state), rules=[Rule(layers="0", all="fp8_e4m3+delayed(4)"),
+                                                              Rule(layers="2", all="fp8_e4m3")],
+    )  # fmt: skip
+    optimizer = Adam(layers.parameters(), fused=True)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    assert apply_recipe(layers, recipe).wrap_optimizer(optimizer, keep_weights=True) is optimizer
+    for _ in range(3):
+        layers(torch.ones(8, 32, device=DEVICE)).sum().backward()
+        optimizer.step()
+        scheduler.step()
+    found = [layer_state(layers[i]).kept for i in (0, 2)]
+    assert [kept.passes for kept in found if kept is not None] == [2, 0]
 
 
 def test_only_weights_of_one_set_of_codes_are_kept_with_a_history(monkeypatch):
