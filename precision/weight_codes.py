@@ -103,6 +103,11 @@ class WeightCodes:
         """
         self._config, shape, device = config, (weight.shape[0], weight.shape[1]), weight.device
         self.history, self._out = history, None
+        if history is not None:
+            # Where a step leaves what it finds; filled now, as a fill within a capture would only be recorded.
+            self._amax = torch.full((), -1.0, device=device)
+            self._past = torch.zeros(2, dtype=torch.int64, device=device)
+            self._workspace = torch.zeros(2, dtype=torch.int32, device=device)
         #: How many optimizer steps wrote the codes in their own pass.
         self.passes = 0
         rows, columns = config.fprop.second, config.dgrad.second
@@ -159,11 +164,9 @@ class WeightCodes:
 
             assert self.history is not None
             codes, scale, turned, _, history, pending, *_ = self.buffers
-            device = codes.device
             self._out = CodesOut(
-                self._config.fprop.second, codes, scale, turned, history, pending,
-                amax=torch.full((), -1.0, device=device), past=torch.zeros(2, dtype=torch.int64, device=device),
-                workspace=torch.zeros(2, dtype=torch.int32, device=device),
+                self._config.fprop.second, codes, scale, turned, history, pending, self._amax, self._past,
+                self._workspace,
             )  # fmt: skip
         return self._out
 

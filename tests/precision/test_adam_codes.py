@@ -631,4 +631,4 @@ def test_rates_and_steps_compile_nothing(monkeypatch):
         run.optimizer.param_groups[0]["lr"] = 0.5**step
         run.step(monkeypatch)
         sizes.append(len(kernel.device_caches[torch.cuda.current_device()][0]))
-    assert sizes[1] == sizes[-1] > sizes[0]
+    assert sizes[1] == sizes[-1] > 0
