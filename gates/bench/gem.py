@@ -37,7 +37,7 @@ from ..speed import BlockTime, CudaTimer, HostTimer, StepFunction, Timer, stage
 from ..task import make_optimizer
 from ..train import compile_model, honest_compilation, seed_generators
 from .gem_arms import REFERENCES, GemArm
-from .timing import Say
+from .timing import Say, compiled_already, load_libraries
 
 if TYPE_CHECKING:
     from ...recipes.plan import Plan
@@ -123,10 +123,16 @@ def measure_steps(task: GemTask, arms: Sequence[GemArm], settings: GemSettings, 
     with honest_compilation():
         batches = stage(task.train_batches(0), settings.device, settings.batches)
         result.facts |= shape_facts(task, batches)
+        load_libraries(arm.arm for arm in arms)
         running = _ready(task, arms, batches, settings, began, result)
         timer: Timer = CudaTimer(settings.device) if settings.gpu else HostTimer()
         steps = {name: one.step for name, one in running.items()}
-        found, stopped = take_turns(steps, timer, settings, deadline=began + settings.seconds)
+        with compiled_already():
+            if settings.gpu:
+                for step in steps.values():  # what was released is taken again before anything is timed
+                    for i in range(len(batches)):
+                        step(i)
+            found, stopped = take_turns(steps, timer, settings, deadline=began + settings.seconds)
         breakdowns = _breakdowns(steps, found) if settings.gpu else {}
         clocks = timer.clocks()
     result.facts |= {
@@ -234,10 +240,6 @@ def _ready(
             del running[arm.name]
             _release(settings)
             skip(arm, "no room beside the arms before it: ask for fewer in one run", fault=False)
-    if settings.gpu:
-        for one in running.values():  # what was released is taken again before anything is timed
-            for i in range(len(batches)):
-                one.step(i)
     return running
 
 

@@ -22,7 +22,7 @@ from ...precision.gemm import scaled_gemm
 from ...precision.layer import end_step
 from ...precision.quantization import quantize
 from .mlp_arms import ARMS, VARIANTS, Block, accumulate, config, mlp_arms
-from .timing import Say, Work, graph_of, in_turns, milliseconds, warmed
+from .timing import Say, Work, compiled_already, graph_of, in_turns, load_libraries, milliseconds, warmed
 
 #: Case -> (rows, width, hidden width).
 CASES = {"d1024": (16384, 1024, 4096), "d2048": (16384, 2048, 8192), "d4096": (16384, 4096, 8192)}
@@ -66,6 +66,7 @@ class MlpBenchmark:
         errors: dict[str, list[float]] = {}
         memory: dict[str, float | None] = {}
         self.say(f"\n{case}: {count} rows, {blocks} blocks of {width} x {hidden}")
+        load_libraries(self.arms)
         for name, model, context in mlp_arms(base, self.arms, width, hidden, self.say, compiled=self.gpu):
             run = _stepping(name, model, context, x, g)
             found = run()
@@ -78,7 +79,8 @@ class MlpBenchmark:
             if self.profile and self.gpu and name.startswith(("narrowgate", "bf16_fused")):
                 profile(name, run, self.say)
         repeat = _STEPS if self.gpu else 1
-        times = in_turns(steps, self.rounds, repeat, self.device)
+        with compiled_already():
+            times = in_turns(steps, self.rounds, repeat, self.device)
         replays: dict[str, list[float]] = {}
         floors: dict[str, float] = {}
         if self.gpu:

@@ -6,25 +6,30 @@ being run, they are the host clock's.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import importlib
 import itertools
 import platform
 import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ...precision.errors import NarrowgateError
 from ..environment import package_version
 
 #: Where lines of progress go.
 Say = Callable[[str], None]
 Work = Callable[[], Any]
 
+#: What a peer's layers come from, by the arm's name in results.
+_LIBRARIES = {"torchao": "torchao.float8", "transformer_engine": "transformer_engine.pytorch"}
 PACKAGES = ("torch", "triton", "torchao", "transformer-engine", "narrowgate")
 _COPIES = 10
 #: Well past the cache of any GPU, and long enough to be launched by Python.
@@ -47,6 +52,39 @@ def in_turns(
         if turn % 2:
             order = order[1:] + order[:1]
     return times
+
+
+def load_libraries(arms: Iterable[str]) -> None:
+    """Import what ``arms`` need before anything is compiled: what an import changes, it has then changed for all.
+
+    A library that is missing or broken stays so: its arm says that in its turn.
+    """
+    for library in {_LIBRARIES[arm]: None for arm in arms if arm in _LIBRARIES}:
+        with contextlib.suppress(Exception):
+            importlib.import_module(library)
+
+
+@contextlib.contextmanager
+def compiled_already() -> Iterator[None]:
+    """Within, what runs was compiled before, and stays what it was.
+
+    Compiled code depends on more than its model: the number of threads, how products accumulate. A library that one arm
+    brings may change that; PyTorch then silently compiles the arms before it again, from what it has learned of all
+    arms' sizes since, and their times are those of another graph.
+
+    Raises:
+        NarrowgateError: something was compiled.
+    """
+    from torch._dynamo.utils import counters
+
+    before = counters["stats"]["unique_graphs"]
+    yield
+    again = counters["stats"]["unique_graphs"] - before
+    if again:
+        raise NarrowgateError(
+            f"{again} graphs were compiled again after every arm was ready: what one arm imports or sets changed what "
+            "the others' compiled code depends on; measure it in a run of its own"
+        )
 
 
 def milliseconds(work: Work, repeat: int = 1, device: torch.device | str = "cuda") -> float:

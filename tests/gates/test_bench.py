@@ -10,11 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from narrowgate.gates.bench import casts as cast_benchmark
+from narrowgate.gates.bench import timing
 from narrowgate.gates.bench.agreement import agreement
 from narrowgate.gates.bench.cast_cases import PRODUCERS, Cast, cast_cases
 from narrowgate.gates.bench.casts import cast_faults, measure_casts
 from narrowgate.gates.bench.gemms import gemm_rows, with_shares
-from narrowgate.gates.bench.timing import in_turns
+from narrowgate.gates.bench.timing import compiled_already, in_turns
+from narrowgate.precision.errors import NarrowgateError
 from narrowgate.precision.fusion import fuse_casts
 from narrowgate.precision.kernels.program import Program
 from narrowgate.precision.kernels.reference import values
@@ -252,3 +254,38 @@ def test_casts_on_a_gpu_are_the_references_and_slower_than_the_memory():
     assert all(row["correct"] is True for row in own)
     assert all(0 < row["tb_per_s"] <= row["memory_tb_per_s"] for row in own)
     assert all(0.5 < row["copy_tb_per_s"] / row["memory_tb_per_s"] < 1 for row in own)
+
+
+def test_what_is_compiled_again_is_no_measurement():
+    compiled = torch.compile(lambda x: x + 1, backend="eager")
+    compiled(torch.ones(3))
+    with compiled_already():
+        compiled(torch.ones(3))
+    threads = torch.get_num_threads()
+
+    def changed():
+        torch.set_num_threads(threads + 1)
+        compiled(torch.ones(3))
+
+    try:
+        with pytest.raises(NarrowgateError, match="1 graphs were compiled again after every arm was ready"):
+            run_compiled_already(changed)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def run_compiled_already(work):
+    with compiled_already():
+        work()
+
+
+def test_libraries_of_arms_are_there_before_any_is_made(monkeypatch):
+    asked = []
+
+    def import_module(name):
+        asked.append(name)
+        raise OSError("broken")
+
+    monkeypatch.setattr(timing.importlib, "import_module", import_module)
+    timing.load_libraries(["bf16", "torchao", "narrowgate", "transformer_engine", "torchao"])
+    assert asked == ["torchao.float8", "transformer_engine.pytorch"]

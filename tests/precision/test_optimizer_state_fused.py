@@ -392,14 +392,16 @@ def test_what_the_kernel_cannot_read_takes_the_long_way_for_as_long_as_that(orac
         for optimizer in (ours, theirs):
             give_gradients(members(optimizer), step)
             if step == 2:
+                members(optimizer)[0].grad = None
                 wide = members(optimizer)[1]
                 assert wide.grad is not None
-                wide.grad = wide.grad.t().contiguous().t()
-                members(optimizer)[0].grad = None
+                # On a GPU PyTorch's fused kernel does not take one either.
+                if INTERPRETED:
+                    wide.grad = wide.grad.t().contiguous().t()
             optimizer.step()
         assert_alike(ours, theirs)
     full = [(7,), (24, 40), (3, 5, 30), (1, 1)]
-    assert launches == [*full, *full[2:], *full]
+    assert launches == [*full, *full[2 if INTERPRETED else 1 :], *full]
 
 
 @kernel_test
