@@ -334,7 +334,7 @@ def test_ours_and_the_padded_version_must_run(monkeypatch: pytest.MonkeyPatch) -
     def fails(*arguments: Any, **named: Any) -> Tensor:
         raise RuntimeError("broken kernel")
 
-    monkeypatch.setattr(gem_attention, "pointwise_attention_in_rows", fails)
+    monkeypatch.setattr(gem_attention, "attend_in_rows", fails)
     with pytest.raises(RuntimeError, match="broken kernel"):
         gem_attention.measure_attention(CONFIG, 6, SETTINGS, "toy")
 

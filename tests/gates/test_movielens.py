@@ -54,4 +54,5 @@ def test_fp4_rounded_to_nearest_everywhere_is_rejected_on_quality(source: str, t
     assert code == 1
     assert report["verdict"] == "reject"
     failed = {g["name"] for g in report["gates"] if g["status"] == "fail"}
-    assert "ne" in failed
+    # Which of the two decides after so few steps and seeds, a seed that drifts off may turn.
+    assert failed & {"ne", "auc"}
