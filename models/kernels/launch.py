@@ -33,8 +33,8 @@ class Tiles:
 
 #: By kernel: for heads up to 64 elements wide, for wider ones over short rows, and over long ones. Large tiles are what
 #: fits registers (keys have two sums to hold) and shared memory of a Hopper multiprocessor. Over rows of ``SHORT``
-#: tokens at most a program's loop ends after a few tiles: what hides its loads is more programs at a time, so small
-#: tiles and little shared memory took two thirds of the time of large ones on an H200 (docs/models.md).
+#: tokens at most a program's loop ends after a few tiles: what hides its loads is more programs at a time, which small
+#: tiles and little shared memory leave room for.
 TILES = {
     "forward": (Tiles(128, 64, 4, 3), Tiles(64, 64, 4, 1), Tiles(128, 64, 8, 3)),
     "query_gradient": (Tiles(128, 64, 8, 2), Tiles(64, 64, 4, 1), Tiles(128, 64, 8, 2)),
