@@ -26,10 +26,30 @@ class GatedBlock(nn.Module):
         return x + self.down(F.silu(gate) * up)
 
 
+class SwigluBlock(nn.Module):
+    """x + down(silu(gate n) * up n), n = norm(x): gate and up are layers of their own, which read the same."""
+
+    def __init__(self, width: int, hidden: int, norm: type[nn.Module] = nn.RMSNorm) -> None:
+        super().__init__()
+        self.norm = norm(width)
+        self.gate, self.up = nn.Linear(width, hidden, bias=False), nn.Linear(width, hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = self.norm(x)
+        return x + self.down(F.silu(self.gate(n)) * self.up(n))
+
+
 @pytest.fixture(scope="session")
 def gated_block() -> type[GatedBlock]:
     """The block whose producers move into casts."""
     return GatedBlock
+
+
+@pytest.fixture(scope="session")
+def swiglu_block() -> type[SwigluBlock]:
+    """The block whose saved activations take another format."""
+    return SwigluBlock
 
 
 @pytest.fixture(scope="session")

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-import torch.nn.functional as F
 from narrowgate.precision import casting, fusion, saved_graph
 from narrowgate.precision.capability import named_device
 from narrowgate.precision.config import GemmConfig, LinearConfig
@@ -15,7 +14,7 @@ from narrowgate.precision.layer import layer_state
 from narrowgate.precision.linear import lower_linear
 from narrowgate.precision.saved import keep_saved
 from narrowgate.precision.spec import Spec
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.post_grad import remove_noop_ops
@@ -23,23 +22,11 @@ from torch._inductor.fx_passes.post_grad import remove_noop_ops
 ROWS, D, H = 256, 128, 384
 
 
-class Gated(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.RMSNorm(D)
-        self.gate, self.up = nn.Linear(D, H, bias=False), nn.Linear(D, H, bias=False)
-        self.down = nn.Linear(H, D, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        n = self.norm(x)
-        return x + self.down(F.silu(self.gate(n)) * self.up(n))
-
-
-def traced(text: str | None) -> tuple[fx.Graph, fx.Graph]:
+def traced(block: Callable[[int, int], nn.Module], text: str | None) -> tuple[fx.Graph, fx.Graph]:
     """Forward and backward of two blocks in FP8, partitioned and with their casts fused."""
     row = Spec.parse("fp8_e4m3/row")
     gemm = GemmConfig(row, row)
-    model = nn.Sequential(Gated(), Gated()).bfloat16()
+    model = nn.Sequential(block(D, H), block(D, H)).bfloat16()
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear):
             lower_linear(module, LinearConfig(fprop=gemm, dgrad=gemm, wgrad=gemm), name=name)
@@ -92,10 +79,10 @@ def fresh() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def test_forward_casts_are_the_same_and_codes_that_products_need_are_saved_once():
-    plain, _ = traced(None)
+def test_forward_casts_are_the_same_and_codes_that_products_need_are_saved_once(swiglu_block):
+    plain, _ = traced(swiglu_block, None)
     torch._dynamo.reset()
-    kept, _ = traced("fp8_e4m3/row")
+    kept, _ = traced(swiglu_block, "fp8_e4m3/row")
     assert [str(program) for program, _ in casts(plain)] == [str(program) for program, _ in casts(kept)]
     operands = activations(plain, torch.float8_e4m3fn)
     wide = activations(plain, torch.bfloat16)
@@ -105,10 +92,10 @@ def test_forward_casts_are_the_same_and_codes_that_products_need_are_saved_once(
     assert activations(kept, torch.bfloat16) == [(ROWS, D)], "the output"
 
 
-def test_backward_casts_read_what_was_dequantized_once_in_bf16():
-    _, plain = traced(None)
+def test_backward_casts_read_what_was_dequantized_once_in_bf16(swiglu_block):
+    _, plain = traced(swiglu_block, None)
     torch._dynamo.reset()
-    _, kept = traced("fp8_e4m3/row")
+    _, kept = traced(swiglu_block, "fp8_e4m3/row")
     assert [str(program) for program, _ in casts(plain)] == [str(program) for program, _ in casts(kept)]
     # The gate's gradient reads the gradient and both halves, the up projection's the gradient and one.
     gates = [dtypes for _, dtypes in casts(kept) if len(dtypes) in (2, 3)]

@@ -29,23 +29,21 @@ ROW = "fp8_e4m3/row+pow2"
 D, H, ROWS = 64, 128, 96
 
 
-class Block(nn.Module):
-    """x + down(silu(gate n) * up n), n = norm(x)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(D)
-        self.gate, self.up = nn.Linear(D, H, bias=False), nn.Linear(D, H, bias=False)
-        self.down = nn.Linear(H, D, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        n = self.norm(x)
-        return x + self.down(F.silu(self.gate(n)) * self.up(n))
+@pytest.fixture
+def block(swiglu_block) -> Callable[[], nn.Module]:
+    """Make one of the blocks, with a norm that has a bias."""
+    return lambda: swiglu_block(D, H, nn.LayerNorm)
 
 
-def blocks() -> nn.Sequential:
-    torch.manual_seed(5)
-    return nn.Sequential(nn.Linear(D, D, bias=False), Block(), Block())
+@pytest.fixture
+def blocks(block) -> Callable[[], nn.Sequential]:
+    """Make a layer and two blocks, the same at each call."""
+
+    def make() -> nn.Sequential:
+        torch.manual_seed(5)
+        return nn.Sequential(nn.Linear(D, D, bias=False), block(), block())
+
+    return make
 
 
 def low_precision(model: nn.Module, text: str = "fp8_e4m3/row") -> nn.Module:
@@ -152,7 +150,7 @@ def by_partition(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
-def test_gradients_are_those_of_a_backward_that_gets_rounded_tensors(replaced):
+def test_gradients_are_those_of_a_backward_that_gets_rounded_tensors(replaced, blocks):
     model, x = blocks(), batch()
     expected = by_partition(copy.deepcopy(model), x)
     before, exact = train(model, torch.compile(loss, fullgraph=True), x)
@@ -167,7 +165,7 @@ def test_gradients_are_those_of_a_backward_that_gets_rounded_tensors(replaced):
 
 
 @pytest.mark.parametrize("text", ["bf16", "fp8_e5m2", "fp8_e4m3/128x128", "mxfp8"])
-def test_every_format_compiles_and_saves_what_it_says(text, replaced):
+def test_every_format_compiles_and_saves_what_it_says(text, replaced, blocks):
     model, x = blocks(), batch()
     with counting() as plain:
         _, exact = train(model, torch.compile(loss, fullgraph=True), x)
@@ -184,7 +182,7 @@ def test_every_format_compiles_and_saves_what_it_says(text, replaced):
         assert (grad - exact[name]).norm() < 0.12 * exact[name].norm()
 
 
-def test_parameters_casts_of_them_inputs_and_outputs_are_left_alone(replaced):
+def test_parameters_casts_of_them_inputs_and_outputs_are_left_alone(replaced, blocks):
     model, x = blocks(), batch().requires_grad_()
     keep_saved(model, ROW)
 
@@ -227,9 +225,9 @@ def test_statistics_exponents_and_a_loss_around_the_model_are_left_alone(replace
         assert node.target is not torch.ops.aten.sub.Tensor, "not a log-softmax"
 
 
-def test_operands_of_low_precision_layers_are_kept_as_forward_made_them(replaced):
+def test_operands_of_low_precision_layers_are_kept_as_forward_made_them(replaced, block):
     torch.manual_seed(5)
-    model, x = low_precision(nn.Sequential(nn.Linear(D, D, bias=False), Block())), batch()
+    model, x = low_precision(nn.Sequential(nn.Linear(D, D, bias=False), block())), batch()
     _, exact = train(model, torch.compile(loss, fullgraph=True), x)
     keep_saved(model, "fp8_e4m3/row")
     torch._dynamo.reset()
@@ -244,11 +242,11 @@ def test_operands_of_low_precision_layers_are_kept_as_forward_made_them(replaced
     assert len(wide) <= 1 + sum(p.numel() * p.element_size() >= ROWS * D * 2 for p in model.parameters())
 
 
-def test_a_checkpointed_region_repeats_its_forward_from_what_it_was():
+def test_a_checkpointed_region_repeats_its_forward_from_what_it_was(block):
     class Outer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.first, self.inner = nn.Linear(D, D), low_precision(Block())
+            self.first, self.inner = nn.Linear(D, D), low_precision(block())
 
         def forward(self, x: Tensor) -> Tensor:
             return checkpoint(self.inner, self.first(x), use_reentrant=False)
@@ -266,7 +264,7 @@ def test_a_checkpointed_region_repeats_its_forward_from_what_it_was():
         assert (grad - exact[name]).norm() < 0.05 * exact[name].norm()
 
 
-def test_one_format_is_never_taken_for_another_by_a_compilers_cache(tmp_path, monkeypatch):
+def test_one_format_is_never_taken_for_another_by_a_compilers_cache(tmp_path, monkeypatch, blocks):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     found: list[int] = []
     for text in (None, ROW, "bf16", ROW, None):
@@ -281,7 +279,7 @@ def test_one_format_is_never_taken_for_another_by_a_compilers_cache(tmp_path, mo
     assert found[0] == found[4] > found[2] > found[1] == found[3]
 
 
-def test_a_block_compiled_on_its_own_saves_in_the_format_too(replaced):
+def test_a_block_compiled_on_its_own_saves_in_the_format_too(replaced, blocks):
     model, x = blocks(), batch()
     keep_saved(model, ROW)
     for block in (model[1], model[2]):
@@ -308,7 +306,7 @@ def test_a_function_compiled_within_an_eager_model_is_warned_about():
         train(model, loss, batch())
 
 
-def test_a_batch_of_another_size_needs_no_other_graph(replaced):
+def test_a_batch_of_another_size_needs_no_other_graph(replaced, blocks):
     model = blocks()
     keep_saved(model, ROW)
     step = torch.compile(loss, fullgraph=True, dynamic=True)
@@ -323,26 +321,15 @@ def test_a_batch_of_another_size_needs_no_other_graph(replaced):
 
 
 @pytest.mark.gpu
-def test_blocks_of_norm_and_gate_take_less_memory_at_their_peak():
+def test_blocks_of_norm_and_gate_take_less_memory_at_their_peak(swiglu_block):
     """Four RMSNorm + SwiGLU blocks in FP8: what they save beside codes is halved, and the peak follows."""
     rows, width, hidden = 8192, 2048, 8192
-
-    class Gated(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.RMSNorm(width)
-            self.gate, self.up = nn.Linear(width, hidden, bias=False), nn.Linear(width, hidden, bias=False)
-            self.down = nn.Linear(hidden, width, bias=False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            n = self.norm(x)
-            return x + self.down(F.silu(self.gate(n)) * self.up(n))
 
     def peak(text: str | None) -> int:
         torch._dynamo.reset()
         torch.manual_seed(0)
         with torch.device("cuda"):
-            model = low_precision(nn.Sequential(*(Gated() for _ in range(4)))).bfloat16()
+            model = low_precision(nn.Sequential(*(swiglu_block(width, hidden) for _ in range(4)))).bfloat16()
             x = torch.randn(rows, width, dtype=torch.bfloat16)
         if text is not None:
             keep_saved(model, text)

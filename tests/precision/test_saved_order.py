@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 from narrowgate.precision import saved_graph
 from narrowgate.precision.saved import keep_saved
 from narrowgate.precision.saved_order import after, dependent, gradient_to_await
@@ -16,20 +15,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 aten = torch.ops.aten
 D, H, ROWS, DEPTH = 64, 256, 96, 3
-
-
-class Gated(nn.Module):
-    """x + down(silu(gate n) * up n), n = norm(x)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.RMSNorm(D)
-        self.gate, self.up = nn.Linear(D, H, bias=False), nn.Linear(D, H, bias=False)
-        self.down = nn.Linear(H, D, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        n = self.norm(x)
-        return x + self.down(F.silu(self.gate(n)) * self.up(n))
 
 
 def bytes_made_early(graph: fx.Graph) -> int:
@@ -48,7 +33,7 @@ def bytes_made_early(graph: fx.Graph) -> int:
 
 
 @pytest.mark.parametrize("text", ["fp8_e4m3/row", "fp8_e4m3/128x128", "fp8_e5m2", "mxfp8"])
-def test_no_layers_values_but_the_last_ones_can_be_made_before_its_gradient(text, monkeypatch) -> None:
+def test_no_layers_values_but_the_last_ones_can_be_made_before_its_gradient(text, monkeypatch, swiglu_block) -> None:
     made: list[fx.Graph] = []
     original = saved_graph.quantize_saved
 
@@ -59,7 +44,7 @@ def test_no_layers_values_but_the_last_ones_can_be_made_before_its_gradient(text
 
     monkeypatch.setattr(saved_graph, "quantize_saved", quantize_saved)
     torch._dynamo.reset()
-    model = nn.Sequential(*(Gated() for _ in range(DEPTH)))
+    model = nn.Sequential(*(swiglu_block(D, H) for _ in range(DEPTH)))
     keep_saved(model, text)
     step = torch.compile(lambda model, x: model(x).square().mean(), fullgraph=True)
     with functorch_config.patch(enable_autograd_cache=False), inductor_config.patch(fx_graph_cache=False):
