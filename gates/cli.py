@@ -220,6 +220,10 @@ def bench(
         Optional[int],  # noqa: UP045
         typer.Option(min=1, help="How often every arm takes its turn."),
     ] = None,
+    tune: Annotated[
+        bool,
+        typer.Option("--tune", help="First choose the tiles of cast kernels by measurement, and keep the choices."),
+    ] = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -240,6 +244,7 @@ def bench(
                 quick=quick,
                 device=device,
                 rounds=rounds,
+                tune=tune,
                 json=json,
                 quiet=quiet,
             )

@@ -26,6 +26,7 @@ class BenchOptions:
     quick: bool
     device: str
     rounds: int | None
+    tune: bool
     json: bool
     quiet: bool
 
@@ -37,6 +38,7 @@ class BenchOptions:
         words += ["--quick"] * self.quick
         words += ["--device", self.device] if self.device != "auto" else []
         words += ["--rounds", str(self.rounds)] if self.rounds is not None else []
+        words += ["--tune"] * self.tune
         return shlex.join(words)
 
 
@@ -73,6 +75,7 @@ def bench_command(options: BenchOptions) -> int:
         options.quick,
         options.cases,
         options.rounds,
+        options.tune,
     )
     documents: list[dict[str, Any]] = []
     faults: list[str] = []

@@ -137,8 +137,16 @@ def _own(case: CastCase, sets: Sequence[list[Tensor]]) -> Arm:
         "codes_differ": near.codes,
         "scale_error": near.scale if math.isfinite(near.scale) else None,
         "emulated": on_cpu,
+        "tiles": None if on_cpu else _tiles(),
     }
     return Arm([lambda leaves=leaves: cast.launch(leaves) for leaves in sets], row)
+
+
+def _tiles() -> dict[str, list[int]]:
+    """Rows, columns, tiles a program and warps of the kernels that were launched last."""
+    from ...precision.kernels.launch import last_tiles
+
+    return {kernel: list(tile) for kernel, tile in last_tiles().items()}
 
 
 def _bf16(producer: Producer, shape: tuple[int, int], dtype: str, sets: Sequence[list[Tensor]]) -> list[Arm]:
@@ -178,6 +186,7 @@ def _peer_row(case: str, arm: str, variant: str, size: int, passes: int) -> dict
     return {
         "case": case, "arm": arm, "variant": variant, "program": None, "operands": "both" if arm != "bf16" else "rows",
         "passes": passes, "bytes": size, "correct": None, "codes_differ": None, "scale_error": None, "emulated": False,
+        "tiles": None,
     }  # fmt: skip
 
 

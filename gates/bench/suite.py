@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ...precision import autotune
 from ...precision.errors import NarrowgateError
 from .agreement import CODE_SHARE, CODE_STEPS, SCALE_TOLERANCE
 from .casts import cast_faults, measure_casts
@@ -29,6 +30,8 @@ class Settings:
     #: Globs of cases; none: all.
     cases: tuple[str, ...] = ()
     rounds: int | None = None
+    #: Measure the tiles of cast kernels that no cache has, and keep them there.
+    tune: bool = False
 
     def wanted(self, case: str) -> bool:
         """Whether a case was asked for."""
@@ -65,6 +68,14 @@ def run_benchmark(name: str, settings: Settings, command: str) -> Found:
     Raises:
         NarrowgateError: no case matches what was asked for.
     """
+    before = autotune("on") if settings.tune else None
+    try:
+        return _run(name, settings, command)
+    finally:
+        autotune(before)
+
+
+def _run(name: str, settings: Settings, command: str) -> Found:
     torch.manual_seed(0)
     device, facts, faults = settings.device, {}, []
     if name == "casts":

@@ -28,7 +28,17 @@ Tile = tuple[int, int, int, int]
 #: Sections that a cache keeps.
 _SECTIONS = 8
 #: Files that the speed of a kernel does not depend on.
-_NOT_KERNELS = ("__init__.py", "launch.py", "operands.py", "reference.py", "tile_cache.py", "tuning.py", "write.py")
+_NOT_KERNELS = (
+    "__init__.py",
+    "adam.py",
+    "adam_codes.py",
+    "launch.py",
+    "operands.py",
+    "reference.py",
+    "tile_cache.py",
+    "tuning.py",
+    "write.py",
+)
 _KERNELS = Path(__file__).resolve().parent
 
 _warned = False
@@ -101,6 +111,19 @@ class Choices:
                 _write(self.path, {"device": self.device, "sections": kept})
         except OSError as error:
             _warn(f"tuned tiles are not kept: {self.path}: {error.strerror or error}")
+
+
+def ship_choices(device: torch.device, folder: Path) -> Path:
+    """Write what is known of ``device`` for the kernels as they are to a file of ``folder``, and return its path.
+
+    A choice keeps no times: they are those of one machine on one day.
+    """
+    choices = Choices(device_name(device), cache_dir())
+    path = folder / choices.path.name
+    known = {key: {"tile": entry["tile"]} for key, entry in sorted(choices.known.items())}
+    folder.mkdir(parents=True, exist_ok=True)
+    _write(path, {"device": choices.device, "sections": {choices.section: known}})
+    return path
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from narrowgate.gates.bench import casts as cast_benchmark
-from narrowgate.gates.bench import timing
+from narrowgate.gates.bench import suite, timing
 from narrowgate.gates.bench.agreement import agreement
 from narrowgate.gates.bench.cast_cases import PRODUCERS, Cast, cast_cases
 from narrowgate.gates.bench.casts import cast_faults, measure_casts
@@ -289,3 +289,17 @@ def test_libraries_of_arms_are_there_before_any_is_made(monkeypatch):
     monkeypatch.setattr(timing.importlib, "import_module", import_module)
     timing.load_libraries(["bf16", "torchao", "narrowgate", "transformer_engine", "torchao"])
     assert asked == ["torchao.float8", "transformer_engine.pytorch"]
+
+
+@pytest.mark.parametrize("tune", [False, True])
+def test_tiles_are_measured_only_where_that_is_asked_for(tune, tmp_path, monkeypatch):
+    from narrowgate.precision import autotune
+
+    modes = []
+    monkeypatch.setattr(suite, "measure_casts", lambda **settings: modes.append(autotune()) or [])
+    before = autotune()
+    settings = suite.Settings(CPU, lambda line: None, tune=tune)
+    with pytest.raises(NarrowgateError, match="no case matches"):
+        suite.run_benchmark("casts", settings, "")
+    assert modes == ["on" if tune else before]
+    assert autotune() == before

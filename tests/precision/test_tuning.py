@@ -253,3 +253,15 @@ def test_a_tuned_choice_reaches_another_process_and_changes_no_bit(tmp_path):
     assert tuned[0] == plain[0]
     for key, entry in choices.items():
         assert tuned[1][key.split(" ; ")[0]][:2] == entry["tile"][:2]
+
+
+def test_choices_that_are_shipped_serve_whoever_has_measured_nothing(cache, tmp_path_factory, monkeypatch):
+    monkeypatch.setattr(tile_cache, "device_name", lambda device: "Some GPU 9.0")
+    folder, asked = cache
+    best = choose()[0]["cast"]
+    shipped = tmp_path_factory.mktemp("choices") / "new"
+    path = tile_cache.ship_choices(DEVICE, shipped)
+    assert "us" not in path.read_text()
+    elsewhere = tile_cache.Choices("Some GPU 9.0", folder / "nothing here", shipped)
+    assert elsewhere.find(QUESTION.key, QUESTION.candidates(USUAL)) == best
+    assert len(asked) == 1
