@@ -1,4 +1,4 @@
-"""Scripts that start ranks of their own, and the distributed run that most tests here read: once a session."""
+"""Scripts that start ranks of their own, the distributed run that most tests here read, and ranks of gates."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -35,17 +35,23 @@ def load_script() -> Callable[[str], ModuleType]:
 
 
 @pytest.fixture(scope="session")
-def run_script() -> Callable[..., None]:
+def environment() -> dict[str, str]:
+    """What processes of ranks over Gloo find in their environment."""
+    # The host's name may resolve to nowhere; the loopback is there.
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    return {"GLOO_SOCKET_IFNAME": loopback, **os.environ, "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="session")
+def run_script(environment: dict[str, str]) -> Callable[..., None]:
     """Run a script of this folder, which starts its own ranks, with the folder that takes what they find."""
 
     def run(name: str, folder: Path, *arguments: str, limit: float) -> None:
         if not torch.distributed.is_available():
             pytest.skip("this PyTorch has no torch.distributed")
-        # The host's name may resolve to nowhere; the loopback is there.
-        loopback = "lo0" if sys.platform == "darwin" else "lo"
         ran = subprocess.run(
             [sys.executable, str(Path(__file__).with_name(f"{name}.py")), str(folder), *arguments],
-            env={"GLOO_SOCKET_IFNAME": loopback, **os.environ, "OMP_NUM_THREADS": "1"},
+            env=environment,
             capture_output=True,
             text=True,
             timeout=limit,
@@ -78,3 +84,32 @@ def found_on_gpus(tmp_path_factory: pytest.TempPathFactory, run_script: Callable
     folder = tmp_path_factory.mktemp("gpus")
     run_script("training", folder, "cuda", limit=2 * _LIMIT)
     return torch.load(folder / "ranks2.pt", map_location="cuda")
+
+
+@pytest.fixture(scope="session")
+def gate_ranks(load_script: Callable[[str], ModuleType]) -> ModuleType:
+    """What starts gates on ranks and ends them, as a module."""
+    return load_script("gate_ranks")
+
+
+@pytest.fixture(scope="session")
+def forks(gate_ranks: ModuleType, environment: dict[str, str]) -> Iterator[Any]:
+    """What ranks of gates are forked from."""
+    made = gate_ranks.Forks(environment)
+    yield made
+    made.server.communicate("")
+
+
+@pytest.fixture
+def start(tmp_path: Path, gate_ranks: ModuleType, forks: Any) -> Iterator[Callable[..., Any]]:
+    """Start a gate on two ranks in this test's folder; its ranks end with the test."""
+    started: list[Any] = []
+
+    def go(*arguments: str, limit: float = gate_ranks.LIMIT) -> Any:
+        started.append(gate_ranks.Ranks(tmp_path, forks))
+        started[-1].start(*arguments, limit=limit)
+        return started[-1]
+
+    yield go
+    for ranks in started:
+        ranks.kill()
