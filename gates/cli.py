@@ -322,7 +322,9 @@ def schema(
     name: Annotated[
         str,
         typer.Argument(
-            metavar="NAME", help="recipe, policy, gates, report, rates or topology.", autocompletion=schema_names
+            metavar="NAME",
+            help="recipe, policy, gates, report, search, rates or topology.",
+            autocompletion=schema_names,
         ),
     ],
 ) -> None:

@@ -73,6 +73,12 @@ def _report_schema() -> dict[str, Any]:
     return report_schema()
 
 
+def _search_schema() -> dict[str, Any]:
+    from .search_record import search_schema
+
+    return search_schema()
+
+
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 #: The kinds of files that have a JSON Schema.
 SCHEMAS: dict[str, Callable[[], dict[str, Any]]] = {
@@ -80,6 +86,7 @@ SCHEMAS: dict[str, Callable[[], dict[str, Any]]] = {
     "policy": _policy_schema,
     "gates": _gates_schema,
     "report": _report_schema,
+    "search": _search_schema,
     "rates": _rates_schema,
     "topology": _topology_schema,
 }

@@ -15,6 +15,7 @@ from .outputs import Outcome, write_outcome, write_summary
 from .render import terminal_text
 from .report import FILES, Report
 from .search import SCREEN_SEEDS, Candidate, Found
+from .search_record import SearchRecord
 
 SCHEMA_VERSION = 1
 SEARCH_FILES: tuple[str, ...] = ("search.json", "search.md")
@@ -64,11 +65,11 @@ def reasons_of(found: Found) -> list[str]:
 
 
 def search_dict(found: Found, facts: Facts, *, finished: bool, failure: str | None = None) -> dict[str, Any]:
-    """Return the data of ``search.json``."""
+    """Return the data of ``search.json``, which fit its schema."""
     verdict = exits.FAILED_RUN if failure is not None else found.verdict
     verdicts = {report.recipe.name: report for report in found.reports}
     accepted = [r.recipe.name for r in found.reports if r.verdict == "accept"]
-    return {
+    data = {
         "schema_version": SCHEMA_VERSION,
         "finished": finished,
         "verdict": verdict,
@@ -105,6 +106,7 @@ def search_dict(found: Found, facts: Facts, *, finished: bool, failure: str | No
         "candidates": [_candidate(candidate, verdicts) for candidate in found.candidates],
         "finalists": [candidate.recipe.name for candidate in found.finalists],
     }
+    return SearchRecord.model_validate(data).model_dump(mode="json", by_alias=True)
 
 
 def _candidate(candidate: Candidate, verdicts: dict[str, Report]) -> dict[str, Any]:

@@ -150,7 +150,7 @@ def test_what_the_wire_cannot_be_planned_for_is_one_line(
     assert "Traceback" not in told.err
 
 
-@pytest.mark.parametrize("name", ["recipe", "policy", "gates", "report", "rates", "topology"])
+@pytest.mark.parametrize("name", ["recipe", "policy", "gates", "report", "search", "rates", "topology"])
 def test_schemas_are_printed(capsys: Any, name: str) -> None:
     jsonschema = pytest.importorskip("jsonschema")
     assert run("schema", name) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from narrowgate.gates.measurements import Measurements, PartEffect, StepTime
 from narrowgate.gates.policy import BUILTIN_POLICIES
 from narrowgate.gates.report import RecipeFacts, Report, decided
 from narrowgate.gates.search import Found, Limits, Screened, search
+from narrowgate.gates.search_record import SCHEMA_FILE, search_schema
 from narrowgate.gates.search_report import Facts, search_dict, search_text, write_search
 from narrowgate.gates.search_store import Member, SearchStore, as_family
 from narrowgate.precision.capability import NAMED_DEVICES
@@ -222,6 +224,14 @@ def test_what_was_found_is_told_in_files_and_text(tower: Tower, truth, tmp_path)
     assert lost["name"] not in shown
     failed = search_dict(found, facts, finished=False, failure="it burned")
     assert (failed["verdict"], failed["exit_code"], failed["failure"]) == ("failed", 4, "it burned")
+
+
+def test_the_shipped_schema_is_current() -> None:
+    """UPDATE_GOLDEN=1 writes it anew."""
+    text = json.dumps(search_schema(), indent=1) + "\n"
+    if os.environ.get("UPDATE_GOLDEN"):
+        SCHEMA_FILE.write_text(text)
+    assert SCHEMA_FILE.read_text() == text
 
 
 def accepts(tower: Tower, truth, draws: int, **more: Any) -> float:

@@ -13,9 +13,12 @@ from narrowgate.gates.policy import BUILTIN_POLICIES
 from narrowgate.gates.progress import Progress
 from narrowgate.gates.report import FILES
 from narrowgate.gates.search import SCREEN_SEEDS
+from narrowgate.gates.search_record import search_schema
 from narrowgate.gates.search_store import SearchStore
 from narrowgate.gates.task import TaskSource
 from narrowgate.recipes import load_recipe
+
+jsonschema = pytest.importorskip("jsonschema")
 
 STANDARD = BUILTIN_POLICIES["standard"]
 
@@ -56,6 +59,7 @@ def test_a_search_on_a_users_task_writes_recipes_that_can_be_gated(room, narrowg
     code, out, err = narrowgate(*SEARCH, "--max-candidates", "3")
     data = json.loads((room / "found" / "search.json").read_text())
     assert code == data["exit_code"] == 3, err
+    jsonschema.validate(data, search_schema())
     assert data["finished"]
     assert "SEARCH INCONCLUSIVE" in out
     assert "planning for NVIDIA H200" in err
@@ -100,6 +104,7 @@ def test_a_search_goes_on_where_it_was_interrupted(room, narrowgate, in_process,
     assert (code, "matrix on fire" in err) == (4, True)
     failed = json.loads((room / "found" / "search.json").read_text())
     assert (failed["verdict"], failed["exit_code"], failed["finished"]) == ("failed", 4, False)
+    jsonschema.validate(failed, search_schema())
     # Every training of the screen was found done.
     assert len(in_process) == 4
     monkeypatch.setattr(search_measure, "run_gate", judge)
@@ -155,6 +160,7 @@ def test_where_nothing_pays_the_search_says_so_and_trains_nothing(room, narrowga
     data = json.loads(text)
     assert code == data["exit_code"] == 3
     assert data["verdict"] == "inconclusive"
+    jsonschema.validate(data, search_schema())
     assert "predicted to gain on NVIDIA H200" in next(s["why"] for s in data["skipped"] if s["recipe"] == "fp8-row")
     assert "emulated on NVIDIA H200" in next(s["why"] for s in data["skipped"] if s["recipe"] == "nvfp4")
     assert in_process == []
