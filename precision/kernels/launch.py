@@ -22,6 +22,7 @@ from ..cast_operators import granularity_code, matrix, overflow
 from ..stochastic import random_bits
 from . import tuning
 from .cast import amax_kernel, cast_kernel, scale_kernel
+from .leaves import LeafLayout
 from .operands import NO_LIMIT, RMS_LIMIT, Operand, allocate, sizes
 from .program import Program, along_function, tile_function
 
@@ -84,11 +85,8 @@ class _Cast:
         self.program, self.rows, self.columns, self.same = program, rows, columns, same
         self.count, self.width = matrix(leaves, program)
         self.shape = (self.count, self.width * program.pieces)
-        self.layout = [flatten(leaf, kind, leaves) for leaf, kind in zip(leaves, program.leaves, strict=True)]
-        flat = [apply(leaf) for leaf, (apply, _) in zip(leaves, self.layout, strict=True)]
-        self.strides = tuple(stride for _, stride in self.layout)
-        self.as_they_are = all(a is b for a, b in zip(flat, leaves, strict=True))
-        self.row_aligned = all(s % 8 == 0 for s, kind in zip(self.strides, program.leaves, strict=True) if kind == "mn")
+        self.layout = LeafLayout(leaves, program)
+        self.strides = self.layout.strides
         second = rows if same else columns
         self.codes = sizes(rows, self.shape, 1)
         self.turned = sizes(second, self.shape, 0)
@@ -125,7 +123,7 @@ class _Cast:
         self.amax = None
         if by_tensor or by_row or by_column or squares:
             constants = {**common, "BY_TENSOR": by_tensor, "BY_ROW": by_row, "BY_COLUMN": by_column,
-                         "SQUARES": squares, "HISTORY": padded, "ALIGNED": self.row_aligned, "EVEN": even,
+                         "SQUARES": squares, "HISTORY": padded, "ALIGNED": self.layout.aligned, "EVEN": even,
                          "BM": bm, "BN": bn, "LOOP": loop}  # fmt: skip
             self.amax = Launch(amax_kernel, grid, warps, constants)
             # With a scale from a history the kernel returns at once, whatever its tile.
@@ -162,7 +160,7 @@ class _Cast:
             }
         constants |= {
             "SAME": self.same, "HISTORY": padded, "RECORD": recording, "OVERFLOW": overflow(specs[0]),
-            "STEPWISE": _INTERPRETED, "APART": self._apart(leaves), "ALIGNED": self.row_aligned, "EVEN": even,
+            "STEPWISE": _INTERPRETED, "APART": self._apart(leaves), "ALIGNED": self.layout.aligned, "EVEN": even,
             "BM": bm, "BN": bn, "LOOP": loop,
         }  # fmt: skip
         grid = (triton.cdiv(self.count, bm * loop), triton.cdiv(self.width, bn))
@@ -177,7 +175,7 @@ class _Cast:
             columns="=" if self.same else str(self.columns or ""),
             leaves=" ".join(str(leaf.dtype).removeprefix("torch.") for leaf in leaves),
             history="" if history is None else f"{history}{' recording' * recording}",
-            layout=f"{'aligned' * self.row_aligned} {'even' * (self.count % 128 == self.width % 128 == 0)}",
+            layout=f"{'aligned' * self.layout.aligned} {'even' * (self.count % 128 == self.width % 128 == 0)}",
             shape=(triton.next_power_of_2(self.count), self.width),
             blocks=tuple(
                 any(o is not None and o.blocked(dim, of) for of, o in ((1, self.rows), (0, second))) for dim in (1, 0)
@@ -239,9 +237,7 @@ class _Cast:
         if self.empty:
             # Nothing to find a maximum of: the scales of empty groups are 1.
             return codes, scale.fill_(1.0), turned, second_scale.fill_(1.0)
-        flat = tuple(leaves) if self.as_they_are else tuple(
-            apply(leaf) for leaf, (apply, _) in zip(leaves, self.layout, strict=True)
-        )  # fmt: skip
+        flat = self.layout.flat(leaves)
         if _GIVEN in self.modes:
             bits = [
                 random_bits(key, self.shape, key.device)
@@ -406,28 +402,3 @@ def _scale_launch(operand: Operand | None, size: int, parts: int) -> tuple[Launc
     constants = {"MAX": element.max, "POW2": operand.spec.pow2, "CLIP": operand.clip[0],
                  "RMS": operand.clip[1], "PARTS": 32, "BLOCK": 128}  # fmt: skip
     return Launch(scale_kernel, (triton.cdiv(size, 128), 1), 4, constants), parts, size
-
-
-def flatten(leaf: Tensor, kind: str, leaves: Sequence[Tensor]) -> tuple[Any, int]:
-    """How a leaf becomes what a kernel reads: (a function of it, its row stride in elements)."""
-    shape = torch.broadcast_shapes(*(other.shape for other in leaves))
-    rows = shape[:-1].numel()
-
-    def as_it_is(leaf: Tensor) -> Tensor:
-        return leaf
-
-    if kind == "mn":
-        flat = leaf.expand(shape).reshape(rows, shape[-1])
-        contiguous = flat.stride(1) == 1 or shape[-1] == 1
-        stride = flat.stride(0) if contiguous and rows > 1 else shape[-1]
-        if contiguous and flat.data_ptr() == leaf.data_ptr():
-            return as_it_is, stride
-        return lambda leaf: leaf.expand(shape).reshape(rows, shape[-1]).contiguous(), shape[-1]
-    if kind == "m":
-        flat = leaf.expand(*shape[:-1], 1).reshape(rows)
-        if flat.data_ptr() == leaf.data_ptr():
-            return as_it_is, flat.stride(0)
-        return lambda leaf: leaf.expand(*shape[:-1], 1).reshape(rows).contiguous(), 1
-    if leaf.is_contiguous():
-        return as_it_is, 0
-    return lambda leaf: leaf.contiguous(), 0

@@ -33,6 +33,7 @@ _NOT_KERNELS = (
     "adam.py",
     "adam_codes.py",
     "launch.py",
+    "leaves.py",
     "operands.py",
     "reference.py",
     "tile_cache.py",

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from ..cast_operators import matrix
 from .cast import inside_of
-from .launch import CACHED, CAST_TILE, Launch, flatten
+from .launch import CACHED, CAST_TILE, Launch
+from .leaves import LeafLayout
 from .program import Program, tile_function
 
 
@@ -45,13 +46,11 @@ class _Write:
     def __init__(self, program: Program, leaves: Sequence[Tensor]) -> None:
         self.count, self.width = matrix(leaves, program)
         self.shape = (self.count, self.width * program.pieces)
-        layout = [flatten(leaf, kind, leaves) for leaf, kind in zip(leaves, program.leaves, strict=True)]
-        self.flatten, self.strides = [apply for apply, _ in layout], tuple(stride for _, stride in layout)
-        matrices = [s for s, kind in zip(self.strides, program.leaves, strict=True) if kind == "mn"]
+        self.layout = LeafLayout(leaves, program)
         bm, bn, _, warps = CAST_TILE
         constants: dict[str, Any] = {
             "TILE": tile_function(str(program)), "PIECES": program.pieces,
-            "ALIGNED": all(stride % 8 == 0 for stride in matrices),
+            "ALIGNED": self.layout.aligned,
             "EVEN": self.count % bm == 0 and self.width % bn == 0, "BM": bm, "BN": bn,
         }  # fmt: skip
         grid = (triton.cdiv(self.count, bm), triton.cdiv(self.width, bn))
@@ -62,15 +61,15 @@ class _Write:
         out = torch.empty(self.shape, dtype=torch.bfloat16, device=leaves[0].device)
         if out.numel() == 0:
             return out
-        flat = tuple([apply(leaf) for apply, leaf in zip(self.flatten, leaves, strict=True)])
+        flat = self.layout.flat(leaves)
         addresses = tuple([leaf.data_ptr() for leaf in flat])
         aligned = all(address % 16 == 0 for address in addresses)
         size = (self.count, self.width)
         if self.launch.compiled is not None and aligned:
             stream = torch._C._cuda_getCurrentRawStream(out.device.index)
-            self.launch.again(stream, addresses, self.strides, *size, out.data_ptr())
+            self.launch.again(stream, addresses, self.layout.strides, *size, out.data_ptr())
         else:
-            self.launch.first(aligned, flat, self.strides, *size, out)
+            self.launch.first(aligned, flat, self.layout.strides, *size, out)
         return out
 
 
