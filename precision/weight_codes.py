@@ -44,6 +44,7 @@ from .config import GemmConfig, LinearConfig
 from .delayed import AmaxHistory
 from .gemm import scaled_gemm
 from .kernels.program import IDENTITY
+from .layer import layer_state, live_layers
 from .quantization import QuantizedTensor
 from .rounding import torch_dtype
 from .spec import Spec
@@ -68,20 +69,12 @@ class _Stamp:
     history: int = 0
     #: An optimizer's step wrote them; its hook, which forgets what is older, comes next.
     stepped: bool = False
-    #: What that step found, until a forward uses the codes.
-    found: _Found | None = None
+    #: What that step found of the weight is not in its amax history yet.
+    due: bool = False
 
-
-@dataclass(frozen=True)
-class _Found:
-    """What a step found out about the weight that it left, for the weight's amax history."""
-
-    history: AmaxHistory
-    weight: weakref.ref[Tensor]
-    #: FP32 []: see :class:`~narrowgate.precision.kernels.adam_codes.CodesOut`.
-    amax: Tensor
-    #: int64 []: how many elements saturated.
-    past: Tensor
+    def holds(self, weight: Tensor, buffers: list[Tensor]) -> bool:
+        """Whether the weight, its history and the stream are those of the codes."""
+        return (self.version, self.stream, self.history) == _now(weight, buffers)
 
 
 #: Buffers without those of a history.
@@ -132,7 +125,8 @@ class WeightCodes:
             # Their addresses stay, so a compiler's CUDA graph need not copy them.
             torch._dynamo.mark_static_address(buffer)
         address = self.buffers[0].data_ptr()
-        _STAMPS[address] = _Stamp(weight.data_ptr())
+        # Held here as well: on the meta device all have one address.
+        self._stamp = _STAMPS[address] = _Stamp(weight.data_ptr())
         weakref.finalize(self, _STAMPS.pop, address, None)
 
     def following(self, weight: Tensor) -> WeightCodes:
@@ -175,16 +169,14 @@ class WeightCodes:
         stamp = self._stamp
         if weight.data_ptr() != stamp.home or stamp.captured or _capturing(weight) or version < 0:
             return
-        out = self.out()
-        assert self.history is not None
         self.passes += 1
-        stamp.filled = stamp.stepped = True
-        stamp.version, stamp.stream, stamp.history = version, _stream(weight), out.history._version + 1
-        stamp.found = _Found(self.history, weakref.ref(weight), out.amax, out.past[0])
+        stamp.filled = stamp.stepped = stamp.due = True
+        stamp.version, stamp.stream, stamp.history = version, _stream(weight), _history_version(self.buffers) + 1
 
-    @property
-    def _stamp(self) -> _Stamp:
-        return _STAMPS[self.buffers[0].data_ptr()]
+    def is_due(self, weight: Tensor) -> bool:
+        """Whether a step left the weight and its history as they are, and what it found is not entered yet."""
+        stamp = self._stamp
+        return stamp.due and stamp.filled and weight.data_ptr() == stamp.home and stamp.holds(weight, self.buffers)
 
 
 def keep_obstacle(config: LinearConfig, weight: Tensor | None) -> str | None:
@@ -276,41 +268,35 @@ def _product_fake(first: Tensor, first_scale: Tensor, weight: Tensor, *others: A
 
 def _bring_up_to_date(weight: Tensor, buffers: list[Tensor], rows: str, columns: str) -> None:
     stamp = _STAMPS.get(buffers[0].data_ptr())
-    now = version_of(weight), _stream(weight), _history_version(buffers)
     capturing = _capturing(weight)
     at_home = stamp is not None and weight.data_ptr() == stamp.home
-    if stamp is not None and stamp.filled and now == (stamp.version, stamp.stream, stamp.history):  # noqa: SIM102
-        if at_home and not capturing:
-            if stamp.found is not None:
-                _record(stamp.stream)
-            return
+    if stamp is not None and stamp.filled and at_home and not capturing and stamp.holds(weight, buffers):
+        if stamp.due:
+            _record()
+        return
+    now = _now(weight, buffers)
     _cast_into(weight, buffers, rows, columns)
     if stamp is not None:
         stamp.captured |= capturing
         stamp.filled = at_home and now[0] >= 0 and not stamp.captured
         stamp.version, stamp.stream, stamp.history = now
-        stamp.stepped, stamp.found = False, None
+        stamp.stepped = stamp.due = False
 
 
-def _record(stream: int) -> None:
+def _record() -> None:
     """Enter what a step found in the histories of all weights that are as it left them, in a few launches."""
-    due: list[tuple[_Stamp, _Found]] = []
-    for stamp in _STAMPS.values():
-        found = stamp.found
-        weight = None if found is None else found.weight()
-        if found is None or weight is None or not stamp.filled or stamp.stream != stream:
+    by_device: dict[torch.device, list[tuple[AmaxHistory, CodesOut]]] = {}
+    # No reference to a weight is kept for this, not even a weak one: torch.utils.swap_tensors takes none that has some.
+    for layer in live_layers():
+        weight, kept = layer._parameters.get("weight"), layer_state(layer).kept
+        if weight is None or kept is None or kept.history is None or not kept.is_due(weight):
             continue
-        if (weight.data_ptr(), version_of(weight)) == (stamp.home, stamp.version):
-            due.append((stamp, found))
-    for stamp, _ in due:
-        stamp.found = None
-    by_device: dict[torch.device, list[_Found]] = {}
-    for _, found in due:
-        by_device.setdefault(found.amax.device, []).append(found)
-    for alike in by_device.values():
-        histories: Any = [found.history for found in alike]
-        torch._foreach_maximum_([history.pending for history in histories], [found.amax for found in alike])  # type: ignore[attr-defined]
-        torch._foreach_add_([history.saturated for history in histories], [found.past for found in alike])  # type: ignore[attr-defined]
+        kept._stamp.due = False
+        by_device.setdefault(weight.device, []).append((kept.history, kept.out()))
+    for found in by_device.values():
+        pending, saturated = [history.pending for history, _ in found], [history.saturated for history, _ in found]
+        torch._foreach_maximum_(pending, [out.amax for _, out in found])  # type: ignore[attr-defined]
+        torch._foreach_add_(saturated, [out.past[0] for _, out in found])  # type: ignore[attr-defined]
 
 
 def _cast_into(weight: Tensor, buffers: list[Tensor], rows: str, columns: str) -> None:
@@ -337,6 +323,10 @@ def _cast_delayed_into(weight: Tensor, buffers: list[Tensor], spec: str) -> None
     found = cast([weight], IDENTITY, spec, True, True, None, None, *state, True)
     for target, result in zip((codes, turned, scale), found, strict=True):
         target.copy_(result)
+
+
+def _now(weight: Tensor, buffers: list[Tensor]) -> tuple[int, int, int]:
+    return version_of(weight), _stream(weight), _history_version(buffers)
 
 
 def _history_version(buffers: list[Tensor]) -> int:

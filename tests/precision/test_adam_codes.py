@@ -394,11 +394,20 @@ def _average(run: Run) -> None:
             p.copy_(a * 0.5)
 
 
-def _history_loaded(run: Run) -> None:
-    state = layer_state(run.layers[0]).state_dict()
-    layer_state(run.layers[0]).load_state_dict(
-        {name: value * 4 if name.endswith(".history") else value for name, value in state.items()}
+def _load_history(layer: nn.Module, times: float) -> None:
+    state = layer_state(layer).state_dict()
+    layer_state(layer).load_state_dict(
+        {name: value * times if name.endswith(".history") else value for name, value in state.items()}
     )
+
+
+def _history_loaded(run: Run) -> None:
+    _load_history(run.layers[0], 4)
+
+
+def _later_history_loaded(run: Run) -> None:
+    # So small that much saturates, which must not count twice.
+    _load_history(run.layers[2], 0.25)
 
 
 def _evaluated(run: Run) -> None:
@@ -416,7 +425,7 @@ def _saved_and_loaded(run: Run) -> None:
 
 @kernel_test
 @pytest.mark.parametrize("write", [_halve, _other_storage, _load, _unseen_and_announced, _average, _history_loaded,
-                                   _evaluated, _saved_and_loaded])  # fmt: skip
+                                   _later_history_loaded, _evaluated, _saved_and_loaded])  # fmt: skip
 @pytest.mark.parametrize("used", [False, True])
 def test_whatever_happens_after_the_step_is_seen(write, used, monkeypatch):
     ours, theirs = Run("bf16"), Run("bf16", in_pass=False)
@@ -488,6 +497,25 @@ def test_another_weight_in_its_place_before_the_hook_is_seen(monkeypatch):
             run.micro_batch()
             run.step(monkeypatch)
     assert_alike(ours, theirs)
+
+
+@kernel_test
+def test_weights_may_be_swapped_between_a_step_and_a_forward(monkeypatch):
+    run = Run("bf16")
+    for _ in range(2):
+        run.micro_batch()
+        run.step(monkeypatch)
+    weight = run.weight
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        run.layers.double().float()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert run.weight is weight
+    for _ in range(2):
+        run.micro_batch()
+        run.step(monkeypatch)
+    assert [kept.passes for kept in kept_of(run.layers)] == [3, 3]
 
 
 @kernel_test

@@ -235,6 +235,20 @@ def test_a_weight_changed_between_forward_and_backward_is_an_error_as_in_bf16(ke
         y.sum().backward()
 
 
+@pytest.mark.parametrize("variant", ["row", "delayed"])
+def test_layers_may_go_without_memory_and_come_back(variant, keep):
+    layers = model(variant)
+    keep(layers)
+    layers.to("meta")
+    layers[2].to_empty(device="cpu")
+    layers.to("meta").to_empty(device="cpu")
+    reference = model(variant)
+    layers.load_state_dict(reference.state_dict())
+    (x,) = batches(1)
+    assert torch.equal(layers(x), reference(x))
+    assert layer_state(layers[0]).kept is not None
+
+
 def test_evaluation_neither_reads_nor_fills_them(keep, casts):
     layers = model("row")
     keep(layers)
