@@ -193,11 +193,19 @@ def lower_state(
         raise NotBuiltError(f"optimizer state in {spec} is not built yet, only {instead}")
     if not isinstance(optimizer, Optimizer):
         raise NarrowgateError(f"found a {type(optimizer).__name__}, expected a torch.optim.Optimizer")
-    if isinstance(optimizer, LowPrecisionOptimizer):
-        raise NarrowgateError(f"this optimizer's state is stored as {_storage(optimizer).spec} already")
+    if state_spec(optimizer).format != "fp32":
+        raise NarrowgateError(f"this optimizer's state is stored as {state_spec(optimizer)} already")
     if spec.format == "fp32":
         return optimizer
-    _swap(optimizer, spec, names or {}, seed)
+    kind, storage = type(optimizer), optimizer.__dict__.get(_STORAGE)
+    if storage is not None:  # of :func:`write_codes`, which the new step does as well
+        optimizer.__class__ = _original(optimizer)
+    try:
+        _swap(optimizer, spec, names or {}, seed)
+    except NarrowgateError:
+        if storage is not None:
+            optimizer.__class__, optimizer.__dict__[_STORAGE] = kind, storage
+        raise
     return optimizer
 
 
@@ -234,6 +242,11 @@ def _fused_parameters(groups: Sequence[Mapping[str, Any]]) -> Iterator[Tensor]:
     for group in groups:
         if group.get("fused"):
             yield from group["params"]
+
+
+def state_spec(optimizer: Optimizer) -> Spec:
+    """How the moments of ``optimizer`` are stored: FP32 unless :func:`lower_state` took it."""
+    return _storage(optimizer).spec if isinstance(optimizer, LowPrecisionOptimizer) else Spec(format="fp32")
 
 
 def state_bytes(optimizer: Optimizer) -> int:

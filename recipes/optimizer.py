@@ -91,7 +91,7 @@ def _install_hook() -> None:
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if not _WAITING:
         return
-    from ..precision.optimizer_state import LowPrecisionOptimizer
+    from ..precision.optimizer_state import state_spec
 
     stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for model in list(_WAITING):
@@ -99,7 +99,7 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             continue
         _WAITING.discard(model)
         applied = applied_recipes(model).get("")
-        if applied is None or isinstance(optimizer, LowPrecisionOptimizer):
+        if applied is None or state_spec(optimizer).format != "fp32":
             continue
         warnings.warn(
             f"recipe '{applied.name}' asks for optimizer state in {applied.state}, this {type(optimizer).__name__} "

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from narrowgate.precision import AmaxHistory, Spec, casting, optimizer_state, weight_codes
+from narrowgate.precision import AmaxHistory, NarrowgateError, Spec, casting, optimizer_state, weight_codes
 from narrowgate.precision.config import GemmConfig, LinearConfig
 from narrowgate.precision.delayed import roll
 from narrowgate.precision.kept_weights import keep_weights, kept_history
 from narrowgate.precision.layer import forget_weight_codes, layer_state
 from narrowgate.precision.linear import lower_linear
 from narrowgate.precision.moments import MOMENTS
-from narrowgate.precision.optimizer_state import lower_state, write_codes
+from narrowgate.precision.optimizer_state import lower_state, state_spec, write_codes
 from narrowgate.precision.step_codes import StepCodes
 from narrowgate.precision.weight_codes import WeightCodes
 from narrowgate.recipes import Recipe, Rule, apply_recipe
@@ -575,6 +575,41 @@ def test_a_plan_wraps_an_optimizer_that_writes_codes(state):
         scheduler.step()
     found = [layer_state(layers[i]).kept for i in (0, 2)]
     assert [kept.passes for kept in found if kept is not None] == [2, 0]
+
+
+@kernel_test
+def test_an_optimizer_that_writes_codes_can_still_be_lowered(monkeypatch):
+    plain_fp32_step(monkeypatch)
+    run = Run("fp32")
+    run.micro_batch()
+    run.step(monkeypatch)
+    run.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, dtype=torch.float64))]})
+    with pytest.raises(NarrowgateError, match=r"found torch\.float64"):
+        lower_state(run.optimizer, "bf16")
+    run.optimizer.param_groups.pop()
+    run.micro_batch()
+    run.step(monkeypatch)  # still as before
+    assert state_spec(run.optimizer) == Spec(format="fp32")
+    lower_state(run.optimizer, "bf16+sr", seed=3)
+    assert state_spec(run.optimizer) == Spec.parse("bf16+sr")
+    for _ in range(2):
+        run.micro_batch()
+        run.step(monkeypatch)
+    assert {run.optimizer.state[p][m].dtype for p in run.layers.parameters() for m in MOMENTS} == {torch.bfloat16}
+    assert [kept.passes for kept in kept_of(run.layers)] == [3, 3]
+
+
+@kernel_test
+def test_an_optimizer_that_writes_codes_is_missed_where_its_state_should_be_lower(recwarn):
+    layers = nn.Sequential(nn.Linear(32, 64)).to(DEVICE)
+    rules = [Rule(layers="0", all="fp8_e4m3+delayed(4)")]
+    apply_recipe(layers, Recipe(name="r", optimizer=OptimizerState(state="bf16+sr"), rules=rules))
+    optimizer = Adam(layers.parameters(), fused=True)
+    keep_weights(layers.parameters())
+    write_codes(optimizer)
+    layers(torch.ones(8, 32, device=DEVICE)).sum().backward()
+    optimizer.step()
+    assert any("asks for optimizer state in bf16+sr, this Adam keeps its own" in str(w.message) for w in recwarn.list)
 
 
 def test_only_weights_of_one_set_of_codes_are_kept_with_a_history(monkeypatch):
