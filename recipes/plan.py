@@ -303,8 +303,10 @@ class Plan:
             optimizer: a ``torch.optim.Optimizer`` over the model's Parameters.
             keep_weights: quantize each weight that it steps once a step, for all micro-batches and recomputed forwards,
                 instead of at each use: worth it where a step has several. Costs up to two bytes an element of the
-                weights between forwards. Warns of layers where it is not possible, with the reason. See
-                :mod:`narrowgate.precision.weight_codes`.
+                weights between forwards. Warns of layers where it is not possible, with the reason. A fused Adam or
+                AdamW on a GPU, with BF16 or FP32 state, writes the codes of weights with delayed scales in its own
+                step; from then on a write through ``weight.data`` needs :meth:`refresh`, also before the first
+                forward. See :mod:`narrowgate.precision.weight_codes`.
 
         Raises:
             NotBuiltError: the recipe wants a format that is not built for optimizer state.
