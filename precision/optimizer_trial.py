@@ -52,10 +52,19 @@ def try_out(optimizer: Optimizer, group: Mapping[str, Any], leader: Tensor, spec
     They have the leader's axes and device. Their gradients are large, so that a limit on a norm over both would show.
 
     Raises:
-        NarrowgateError: the step fails, keeps state that is not known, updates the two otherwise together than alone,
-            or runs the hooks of another optimizer's step.
+        NarrowgateError: the optimizer holds another, the step fails, keeps state that is not known, updates the two
+            otherwise together than alone, or runs the hooks of another optimizer's step.
     """
     kind = type(optimizer)
+    # Which would step its own parameters, all of them, however few are asked for: in the trial already.
+    for name, value in optimizer.__dict__.items():
+        held = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
+        inner = next((x for x in held if isinstance(x, Optimizer)), None)
+        if inner is not None:
+            raise NarrowgateError(
+                f"{kind.__name__} cannot keep its state in {spec}: it holds another optimizer ('{name}', "
+                f"{type(inner).__name__}), expected that one itself"
+            )
     device = leader.device if leader.device.type != "meta" else torch.device("cpu")
     hooks: list[str] = []
     found: list[list[Tensor]] = []

@@ -599,6 +599,34 @@ def test_an_optimizer_that_writes_codes_can_still_be_lowered(monkeypatch):
     assert [kept.passes for kept in kept_of(run.layers)] == [3, 3]
 
 
+class Around(Optimizer):
+    """Steps another optimizer, whose parameters and state are its own."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inners, self.param_groups, self.state = [inner], inner.param_groups, inner.state
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inners[0].step(closure)
+
+
+@kernel_test
+def test_an_optimizer_around_another_is_left_alone():
+    layers = model()
+    groups = [{"params": [p for p in layers.parameters() if p.dim() == dim]} for dim in (2, 1)]
+    optimizer = Around(Adam(groups, fused=True))
+    layers(torch.ones(4, 40, device=DEVICE)).square().mean().backward()
+    before = [p.detach().clone() for p in layers.parameters()]
+    keep_weights(layers.parameters())
+    write_codes(optimizer)
+    assert type(optimizer) is Around
+    assert all(torch.equal(p, b) for p, b in zip(layers.parameters(), before, strict=True))
+    with pytest.raises(NarrowgateError, match=r"holds another optimizer \('inners', Adam\), expected that one itself"):
+        lower_state(optimizer, "bf16")
+    optimizer.step()
+    assert {float(state["step"]) for state in optimizer.state.values()} == {1.0}
+
+
 @kernel_test
 def test_an_optimizer_that_writes_codes_is_missed_where_its_state_should_be_lower(recwarn):
     layers = nn.Sequential(nn.Linear(32, 64)).to(DEVICE)
