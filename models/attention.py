@@ -23,8 +23,9 @@ def pointwise_attention(
     heads: int,
     activation: Callable[[Tensor], Tensor],
     mask: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    """Return ``activation(q kᵀ) v / Lk`` per head, with normalized queries and keys.
+    """Return ``activation(q kᵀ + bias) v / Lk`` per head, with normalized queries and keys.
 
     A zero key meets a zero value and ``activation(0) = 0``, so padded slots add exactly nothing and need no mask.
 
@@ -35,6 +36,7 @@ def pointwise_attention(
         heads: divides D.
         activation: zero at zero.
         mask: [Lq, Lk] bool, true where a query may look.
+        bias: [H, Lq, Lk], added to scores.
 
     Returns:
         [B, Lq, D] in the type of ``v``.
@@ -43,7 +45,8 @@ def pointwise_attention(
     query, key, value = (t.unflatten(-1, (heads, -1)) for t in (q, k, v))
     # Unit-RMS vectors have length sqrt(width): the scores are the cosine times sqrt(width).
     query = unit_rms(query) * width**-0.5
-    scores = activation(torch.matmul(query.transpose(1, 2), unit_rms(key).permute(0, 2, 3, 1)))
+    scores = torch.matmul(query.transpose(1, 2), unit_rms(key).permute(0, 2, 3, 1))
+    scores = activation(scores if bias is None else scores + bias.to(scores.dtype))
     if mask is not None:
         scores = scores * mask.to(scores.dtype)
     out = torch.matmul(scores, value.transpose(1, 2)) / k.shape[1]
@@ -135,6 +138,8 @@ class SequenceArch(nn.Module):
         self.pffn_kv = linear(config.n_summary * d, 2 * config.pffn_tokens * d, config)
         self.norm = RMSNorm(d, config)
         self.uvqk = linear(d, 4 * d, config)
+        bias = torch.zeros(config.heads, config.bias_reach) if config.bias_reach else None
+        self.position_bias = None if bias is None else nn.Parameter(bias)
         self.attention_norm = RMSNorm(d, config)
         self.out = linear(d, d, config)
 
@@ -172,10 +177,14 @@ class SequenceArch(nn.Module):
         config = self.config
         if not isinstance(window, Window):
             rules = attention_rules(window, window, config, causal=True)
-            return gated_jagged_attention(uvqk, window.offsets, rules, heads=config.heads)
+            return gated_jagged_attention(uvqk, window.offsets, rules, heads=config.heads, bias=self.position_bias)
         activation = ACTIVATION_FUNCTIONS[config.activation]
         u, vqk = uvqk.split([config.d, 3 * config.d], -1)
         v, q, k = window.pad(vqk).chunk(3, -1)
         mask = sequence_mask(window.width, config.n_summary, config.window, vqk.device)
-        out = pointwise_attention(q, k, v, heads=config.heads, activation=activation, mask=mask)
+        bias = None
+        if self.position_bias is not None:
+            at = torch.arange(window.width, device=vqk.device)
+            bias = self.position_bias[:, (at.unsqueeze(1) - at).clamp(0, config.bias_reach - 1)]
+        out = pointwise_attention(q, k, v, heads=config.heads, activation=activation, mask=mask, bias=bias)
         return u, window.flatten(out)

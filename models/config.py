@@ -51,6 +51,9 @@ class GemConfig:
     pffn_tokens: int = 16
     #: Events that self-attention looks back on; None for all. CLS tokens always see the whole row.
     window: int | None = None
+    #: Distances that self-attention has a learned bias for, one a head, added to scores; further ones share the last. A
+    #: power of two, or 0 for no bias.
+    bias_reach: int = 0
     head_hidden: int = 128
     #: Feed-forward networks that each layer's feature tokens are spread over; 0 for none.
     experts: int = 0
@@ -89,6 +92,8 @@ class GemConfig:
             )
         if self.window is not None and self.window < 1:
             raise NarrowgateError(f"model field 'window' must be at least 1 or none, found {self.window}")
+        if self.bias_reach < 0 or self.bias_reach & (self.bias_reach - 1):
+            raise NarrowgateError(f"model field 'bias_reach' must be a power of two or 0, found {self.bias_reach}")
         if self.norm_block is not None and (self.norm_block < 1 or self.d % self.norm_block):
             raise NarrowgateError(f"model field 'norm_block' must divide d = {self.d}, found {self.norm_block}")
         if self.experts < 0:

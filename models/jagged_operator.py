@@ -1,14 +1,15 @@
 """The operator through which compilers see attention over jagged rows: ``narrowgate::jagged_attention``.
 
-``jagged_attention(sources, layout, heads, q_offsets, kv_offsets, max_q, max_kv, activation, scale, norm, causal,
-window, n_summary, eps)`` computes ``activation(scale · q kᵀ) v / norm`` for queries [Tq, H, dh] and keys and values
-[Tk, H, dh], whose rows are ``offsets[b]:offsets[b + 1]``. They come as they lie in what projections put out: ``layout``
+``jagged_attention(sources, layout, heads, q_offsets, kv_offsets, bias, max_q, max_kv, activation, scale, norm, causal,
+window, n_summary, eps)`` computes ``activation(scale · q kᵀ + bias) v / norm`` for queries [Tq, H, dh] and keys and
+values [Tk, H, dh], whose rows are ``offsets[b]:offsets[b + 1]``; the bias [H, R], if there is one, is of a head and of
+how far before a query a key stands. They come as they lie in what projections put out: ``layout``
 names what each source holds side by side, ``"q|k|v"``, ``"q|kv"``, ``"vqk"`` or ``"uvqk"``, whose u is a gate that
 attention does not read. The arguments from ``max_q`` on are
 :class:`narrowgate.models.kernels.reference.Rules`, without defaults: tensor lists and defaults do not go together in
 PyTorch's custom gradients. On a GPU it launches Triton kernels, elsewhere it is their reference. Besides the output it
 returns inverse root mean squares for ``jagged_attention_backward``, which returns the gradients of the sources, each
-written once, where it belongs, with ``front`` as the gate's; it has no gradient of its own.
+written once, where it belongs, with ``front`` as the gate's, and that of the bias; it has no gradient of its own.
 
 Both tell :mod:`torch.utils.flop_counter` how much they multiply: whoever looks at operations sees no products inside.
 """
@@ -34,7 +35,7 @@ _KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _RULES = (
     "int max_q, int max_kv, str activation, float scale, float norm, bool causal, int window, int n_summary, float? eps"
 )
-_OFFSETS = "Tensor q_offsets, Tensor kv_offsets"
+_OFFSETS = "Tensor q_offsets, Tensor kv_offsets, Tensor? bias"
 
 _LIBRARY = torch.library.Library("narrowgate", "FRAGMENT")
 _LIBRARY.define(
@@ -64,8 +65,9 @@ def _parts(sources: Sequence[Tensor], layout: str, heads: int) -> tuple[Tensor, 
 
 
 def _check(
-    sources: Sequence[Tensor], layout: str, heads: int, q_offsets: Tensor, kv_offsets: Tensor, *rules: Any
-) -> Rules:
+    sources: Sequence[Tensor], layout: str, heads: int, q_offsets: Tensor, kv_offsets: Tensor, bias: Tensor | None,
+    *rules: Any,
+) -> Rules:  # fmt: skip
     if layout not in LAYOUTS:
         raise NarrowgateError(f"jagged_attention: layout is one of {', '.join(LAYOUTS)}, found '{layout}'")
     names = layout.split("|")
@@ -97,7 +99,19 @@ def _check(
         )
     if made.window and not made.causal:
         raise NarrowgateError("jagged_attention: a window needs causal=True")
+    if bias is not None:
+        _check_bias(bias, heads, made)
     return made
+
+
+def _check_bias(bias: Tensor, heads: int, rules: Rules) -> None:
+    reach = bias.shape[-1]
+    if bias.dim() != 2 or bias.shape[0] != heads or reach & (reach - 1) or not reach:
+        raise NarrowgateError(
+            f"jagged_attention takes a bias [{heads}, R] with R a power of two, found {list(bias.shape)}"
+        )
+    if not rules.causal:
+        raise NarrowgateError("jagged_attention: a bias needs causal=True")
 
 
 def _side_by_side(x: Tensor) -> Tensor:
@@ -106,35 +120,38 @@ def _side_by_side(x: Tensor) -> Tensor:
 
 
 def _forward(
-    sources: Sequence[Tensor], layout: str, heads: int, q_offsets: Tensor, kv_offsets: Tensor, *rules: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+    sources: Sequence[Tensor], layout: str, heads: int, q_offsets: Tensor, kv_offsets: Tensor, bias: Tensor | None,
+    *rules: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     from .kernels.launch import launch_forward
 
-    made = _check(sources, layout, heads, q_offsets, kv_offsets, *rules)
+    made = _check(sources, layout, heads, q_offsets, kv_offsets, bias, *rules)
     q, k, v = _parts([_side_by_side(x) for x in sources], layout, heads)
     if q.dtype not in _KERNEL_DTYPES or q.shape[2] > MAX_JAGGED_HEAD:
         raise NarrowgateError(
             f"jagged_attention's kernels take BF16, FP16 and FP32 with heads up to {MAX_JAGGED_HEAD} wide, found"
             f" {q.dtype} with heads of {q.shape[2]}"
         )
-    out, *inverses = launch_forward(q, k, v, q_offsets, kv_offsets, made)
+    bias = None if bias is None else bias.float().contiguous()
+    out, *inverses = launch_forward(q, k, v, q_offsets, kv_offsets, made, bias)
     return out.flatten(1), inverses[0], inverses[1]
 
 
 def _backward(
     grad: Tensor, sources: Sequence[Tensor], q_inverse: Tensor, k_inverse: Tensor, front: Tensor | None, layout: str,
-    heads: int, q_offsets: Tensor, kv_offsets: Tensor, *rules: Any,
+    heads: int, q_offsets: Tensor, kv_offsets: Tensor, bias: Tensor | None, *rules: Any,
 ) -> list[Tensor]:  # fmt: skip
     from .kernels.launch import launch_backward
 
     q, k, v = _parts([_side_by_side(x) for x in sources], layout, heads)
     found = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in sources]
     into, above = _parts(found, layout, heads), grad.unflatten(-1, (heads, -1))
-    launch_backward(above, q, k, v, (q_inverse, k_inverse), q_offsets, kv_offsets, Rules(*rules), into)
+    wide = None if bias is None else bias.float().contiguous()
+    of_bias = launch_backward(above, q, k, v, (q_inverse, k_inverse), q_offsets, kv_offsets, Rules(*rules), wide, into)
     if "u" in layout:
         gate = found[0][:, : found[0].shape[1] // len(layout)]
         _copy(front, gate) if front is not None else gate.zero_()
-    return found
+    return found if bias is None or of_bias is None else [*found, of_bias.to(bias.dtype)]
 
 
 def _copy(source: Tensor, target: Tensor) -> None:
@@ -147,28 +164,30 @@ def _copy(source: Tensor, target: Tensor) -> None:
 
 
 def _forward_on_cpu(
-    sources: Sequence[Tensor], layout: str, heads: int, q_offsets: Tensor, kv_offsets: Tensor, *rules: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+    sources: Sequence[Tensor], layout: str, heads: int, q_offsets: Tensor, kv_offsets: Tensor, bias: Tensor | None,
+    *rules: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     if _interpreted():
-        return _forward(sources, layout, heads, q_offsets, kv_offsets, *rules)
-    made = _check(sources, layout, heads, q_offsets, kv_offsets, *rules)
+        return _forward(sources, layout, heads, q_offsets, kv_offsets, bias, *rules)
+    made = _check(sources, layout, heads, q_offsets, kv_offsets, bias, *rules)
     parts = _parts(sources, layout, heads)
-    out = reference_forward(*parts, q_offsets, kv_offsets, made)
+    out = reference_forward(*parts, q_offsets, kv_offsets, made, bias)
     # The reference's backward finds them anew.
     return out.flatten(1), *_no_inverses(*parts[:2], made)
 
 
 def _backward_on_cpu(
     grad: Tensor, sources: Sequence[Tensor], q_inverse: Tensor, k_inverse: Tensor, front: Tensor | None, layout: str,
-    heads: int, q_offsets: Tensor, kv_offsets: Tensor, *rules: Any,
+    heads: int, q_offsets: Tensor, kv_offsets: Tensor, bias: Tensor | None, *rules: Any,
 ) -> list[Tensor]:  # fmt: skip
     if _interpreted():
-        return _backward(grad, sources, q_inverse, k_inverse, front, layout, heads, q_offsets, kv_offsets, *rules)
+        return _backward(grad, sources, q_inverse, k_inverse, front, layout, heads, q_offsets, kv_offsets, bias, *rules)
     above, parts = grad.unflatten(-1, (heads, -1)), _parts(sources, layout, heads)
-    gradients = reference_backward(above, *parts, q_offsets, kv_offsets, Rules(*rules))
-    by_name = {name: x.flatten(1) for name, x in zip("qkv", gradients, strict=True)}
+    *gradients, of_bias = reference_backward(above, *parts, q_offsets, kv_offsets, Rules(*rules), bias)
+    by_name = {name: x.flatten(1) for name, x in zip("qkv", gradients, strict=True) if x is not None}
     by_name["u"] = torch.zeros_like(by_name["q"]) if front is None else front
-    return [torch.cat([by_name[name] for name in names], -1) for names in layout.split("|")]
+    found = [torch.cat([by_name[name] for name in names], -1) for names in layout.split("|")]
+    return found if of_bias is None else [*found, of_bias]
 
 
 def _no_inverses(q: Tensor, k: Tensor, rules: Rules) -> tuple[Tensor, Tensor]:
@@ -178,15 +197,19 @@ def _no_inverses(q: Tensor, k: Tensor, rules: Rules) -> tuple[Tensor, Tensor]:
 
 
 def _forward_fake(
-    sources: Sequence[Tensor], layout: str, heads: int, q_offsets: Tensor, kv_offsets: Tensor, *rules: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    made = _check(sources, layout, heads, q_offsets, kv_offsets, *rules)
+    sources: Sequence[Tensor], layout: str, heads: int, q_offsets: Tensor, kv_offsets: Tensor, bias: Tensor | None,
+    *rules: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    made = _check(sources, layout, heads, q_offsets, kv_offsets, bias, *rules)
     q, k, _ = _parts(sources, layout, heads)
     return q.new_empty(q.shape[0], q.shape[1] * q.shape[2]), *_no_inverses(q, k, made)
 
 
-def _backward_fake(grad: Tensor, sources: Sequence[Tensor], *others: Any) -> list[Tensor]:
-    return [x.new_empty(x.shape) for x in sources]
+def _backward_fake(
+    grad: Tensor, sources: Sequence[Tensor], q_inverse: Tensor, k_inverse: Tensor, front: Tensor | None, layout: str,
+    heads: int, q_offsets: Tensor, kv_offsets: Tensor, bias: Tensor | None, *rules: Any,
+) -> list[Tensor]:  # fmt: skip
+    return [x.new_empty(x.shape) for x in (*sources, *(() if bias is None else (bias,)))]
 
 
 for _name, _on_gpu, _on_cpu, _fake in (
@@ -199,21 +222,22 @@ for _name, _on_gpu, _on_cpu, _fake in (
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    sources, ctx.layout, ctx.heads, *offsets = inputs[:5]
+    sources, ctx.layout, ctx.heads, *others = inputs[:6]
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*sources, *output[1:], *offsets)
-    ctx.rules = inputs[5:]
+    ctx.save_for_backward(*sources, *output[1:], *others)
+    ctx.rules = inputs[6:]
 
 
 def _gradients(ctx: Any, grad: Tensor | None, *others: None) -> tuple[Any, ...]:
-    *sources, q_inverse, k_inverse, q_offsets, kv_offsets = ctx.saved_tensors
-    found: list[Tensor | None] = [None] * len(sources)
+    *sources, q_inverse, k_inverse, q_offsets, kv_offsets, bias = ctx.saved_tensors
+    found: list[Tensor | None] = [None] * (len(sources) + 1)
     if grad is not None:
         found = torch.ops.narrowgate.jagged_attention_backward(
-            grad, sources, q_inverse, k_inverse, None, ctx.layout, ctx.heads, q_offsets, kv_offsets, *ctx.rules
+            grad, sources, q_inverse, k_inverse, None, ctx.layout, ctx.heads, q_offsets, kv_offsets, bias, *ctx.rules
         )
-    return (found, *(None for _ in range(4 + len(ctx.rules))))
+    count = len(sources)
+    return (found[:count], None, None, None, None, None if bias is None else found[count], *(None for _ in ctx.rules))
 
 
 torch.library.register_autograd("narrowgate::jagged_attention", _gradients, setup_context=_save, lib=_LIBRARY)
@@ -261,8 +285,8 @@ def _flops(
 
 @register_flop_formula(torch.ops.narrowgate.jagged_attention, get_raw=True)
 def _forward_flops(
-    sources: Sequence[Tensor], layout: str, heads: int, q_offsets: Tensor, kv_offsets: Tensor, *rules: Any,
-    out_val: Any = None,
+    sources: Sequence[Tensor], layout: str, heads: int, q_offsets: Tensor, kv_offsets: Tensor, bias: Tensor | None,
+    *rules: Any, out_val: Any = None,
 ) -> int:  # fmt: skip
     return _flops(2, sources, layout, q_offsets, kv_offsets, rules)
 
@@ -270,7 +294,7 @@ def _forward_flops(
 @register_flop_formula(torch.ops.narrowgate.jagged_attention_backward, get_raw=True)
 def _backward_flops(
     grad: Tensor, sources: Sequence[Tensor], q_inverse: Tensor, k_inverse: Tensor, front: Tensor | None, layout: str,
-    heads: int, q_offsets: Tensor, kv_offsets: Tensor, *rules: Any, out_val: Any = None,
+    heads: int, q_offsets: Tensor, kv_offsets: Tensor, bias: Tensor | None, *rules: Any, out_val: Any = None,
 ) -> int:  # fmt: skip
     # Two a product of the forward. Kernels compute scores and their gradients anew, which is not counted.
     return _flops(4, sources, layout, q_offsets, kv_offsets, rules)
@@ -281,9 +305,10 @@ OPERATOR: Any = torch.ops.narrowgate.jagged_attention.default
 
 
 def jagged_attention(
-    sources: Sequence[Tensor], q_offsets: Tensor, kv_offsets: Tensor, rules: Rules, *, heads: int, layout: str = "q|k|v"
-) -> Tensor:
-    """Return ``activation(scale · q kᵀ) v / norm`` over jagged rows, differentiable in ``sources``.
+    sources: Sequence[Tensor], q_offsets: Tensor, kv_offsets: Tensor, rules: Rules, *, heads: int,
+    layout: str = "q|k|v", bias: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Return ``activation(scale · q kᵀ + bias) v / norm`` over jagged rows, differentiable in ``sources`` and ``bias``.
 
     Args:
         sources: what holds queries, keys and values, of one type: BF16, FP16 or FP32 with heads up to 128 wide where
@@ -295,6 +320,8 @@ def jagged_attention(
         layout: ``"q|k|v"`` for three sources [Tq, d], [Tk, d], [Tk, d]; ``"q|kv"`` for [Tq, d] and [Tk, 2 d], keys in
             front; ``"vqk"`` for one [T, 3 d] that holds values, queries and keys; ``"uvqk"`` for one [T, 4 d] of which
             the first d columns are left alone (:func:`gated_jagged_attention`).
+        bias: [H, R], R a power of two: what is added to the score of a head's query and a key r tokens before it, R - 1
+            and more alike; with ``rules.causal``. Computed with in FP32.
 
     Returns:
         [Tq, d]; zeros for queries of no row.
@@ -302,7 +329,7 @@ def jagged_attention(
     Raises:
         NarrowgateError: shapes, types or rules that do not fit.
     """
-    out, *_ = OPERATOR(list(sources), layout, heads, q_offsets, kv_offsets, *rules.arguments)
+    out, *_ = OPERATOR(list(sources), layout, heads, q_offsets, kv_offsets, bias, *rules.arguments)
     return out
 
 
@@ -310,29 +337,33 @@ class _Gated(torch.autograd.Function):
     """A gate and attention out of one projection, so that backward puts their gradients side by side without a copy."""
 
     @staticmethod
-    def forward(uvqk: Tensor, heads: int, offsets: Tensor, *rules: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        found = OPERATOR([uvqk], "uvqk", heads, offsets, offsets, *rules)
+    def forward(
+        uvqk: Tensor, bias: Tensor | None, heads: int, offsets: Tensor, *rules: Any
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        found = OPERATOR([uvqk], "uvqk", heads, offsets, offsets, bias, *rules)
         return uvqk[:, : uvqk.shape[1] // 4], *found
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        uvqk, ctx.heads, offsets, *ctx.rules = inputs
+        uvqk, bias, ctx.heads, offsets, *ctx.rules = inputs
         ctx.mark_non_differentiable(*output[2:])
-        ctx.save_for_backward(uvqk, *output[2:], offsets)
+        ctx.save_for_backward(uvqk, *output[2:], offsets, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        uvqk, q_inverse, k_inverse, offsets = ctx.saved_tensors
-        (found,) = torch.ops.narrowgate.jagged_attention_backward(
-            grads[1], [uvqk], q_inverse, k_inverse, grads[0], "uvqk", ctx.heads, offsets, offsets, *ctx.rules
+        uvqk, q_inverse, k_inverse, offsets, bias = ctx.saved_tensors
+        found, *of_bias = torch.ops.narrowgate.jagged_attention_backward(
+            grads[1], [uvqk], q_inverse, k_inverse, grads[0], "uvqk", ctx.heads, offsets, offsets, bias, *ctx.rules
         )
-        return found, None, None, *(None for _ in ctx.rules)
+        return found, of_bias[0] if of_bias else None, None, None, *(None for _ in ctx.rules)
 
 
-def gated_jagged_attention(uvqk: Tensor, offsets: Tensor, rules: Rules, *, heads: int) -> tuple[Tensor, Tensor]:
+def gated_jagged_attention(
+    uvqk: Tensor, offsets: Tensor, rules: Rules, *, heads: int, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Return the gate u [T, d], as it is, and :func:`jagged_attention` of the rest of ``uvqk`` [T, 4 d].
 
     The arguments are those of :func:`jagged_attention` with the layout ``"uvqk"``, and so are the errors.
     """
-    gate, out, *_ = _Gated.apply(uvqk, heads, offsets, *rules.arguments)
+    gate, out, *_ = _Gated.apply(uvqk, bias, heads, offsets, *rules.arguments)
     return gate, out

@@ -24,6 +24,7 @@ import triton.language as tl
 
 from .jagged_tiles import (
     activate,
+    bias_at,
     clear,
     inverse_rms,
     keys_of,
@@ -33,6 +34,7 @@ from .jagged_tiles import (
     queries_of,
     row_of,
     store_tokens,
+    sum_by_distance,
     through_rms,
     visible,
 )
@@ -54,9 +56,10 @@ def attention_inverse_rms_kernel(
 
 @triton.jit
 def _forward_tile(
-    acc, query, i, j0, k, v, first, queries, keys, k_stride, v_stride, scale, of_queries, k_inverse, window, limited,
-    MASKED: tl.constexpr, WINDOWED: tl.constexpr, UNIT: tl.constexpr, ACTIVATION: tl.constexpr, HEADS: tl.constexpr,
-    DH: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
+    acc, query, i, j0, k, v, first, queries, keys, k_stride, v_stride, scale, of_queries, k_inverse, bias, window,
+    limited,
+    MASKED: tl.constexpr, WINDOWED: tl.constexpr, UNIT: tl.constexpr, REACH: tl.constexpr, ACTIVATION: tl.constexpr,
+    HEADS: tl.constexpr, DH: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     j = j0 + tl.arange(0, BN)
     key = load_tokens(k, first, j, keys, k_stride, DH, BD)
@@ -66,6 +69,8 @@ def _forward_tile(
         scores *= (of_queries * scale)[:, None] * load_inverse(k_inverse, first, j, keys, HEADS)[None, :]
     else:
         scores *= scale
+    if REACH:
+        scores += bias_at(bias, i[:, None] + (keys - queries) - j[None, :], REACH)
     scores, _ = activate(scores, ACTIVATION)
     if MASKED:
         scores = tl.where(visible(i[:, None], j[None, :], keys - queries, window, limited, WINDOWED), scores, 0.0)
@@ -74,14 +79,17 @@ def _forward_tile(
 
 @triton.jit
 def attention_forward_kernel(
-    q, k, v, out, q_inverse, k_inverse, q_offsets, kv_offsets, q_stride, q_head, k_stride, k_head, v_stride, v_head,
+    q, k, v, out, q_inverse, k_inverse, bias, q_offsets, kv_offsets, q_stride, q_head, k_stride, k_head, v_stride,
+    v_head,
     rows, sweepers, q_tokens, kv_tokens, tiles, max_q, max_kv, scale, inverse_norm, window, n_summary, eps,
-    ACTIVATION: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, UNIT: tl.constexpr, HEADS: tl.constexpr,
-    DH: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
+    ACTIVATION: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, UNIT: tl.constexpr, REACH: tl.constexpr,
+    HEADS: tl.constexpr, DH: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """``out`` [Tq, H, dh], contiguous; strides of the inputs are those of tokens and of heads, in elements.
 
-    With UNIT, ``k_inverse`` [Tk, H] is read and ``q_inverse`` [Tq, H] written, for the queries that count.
+    With UNIT, ``k_inverse`` [Tk, H] is read and ``q_inverse`` [Tq, H] written, for the queries that count. With REACH,
+    ``bias`` [H, REACH], FP32, is added to scores.
     """
     tile, head, row = place_of(tiles, HEADS)
     if CAUSAL:
@@ -97,6 +105,7 @@ def attention_forward_kernel(
         v += head * v_head
         i = i0 + tl.arange(0, BM)
         query = load_tokens(q + head * q_head, first, i, queries, q_stride, DH, BD)
+        bias += head * REACH
         of_queries = tl.full([BM], 1.0, tl.float32)
         if UNIT:
             k_inverse += head
@@ -110,7 +119,7 @@ def attention_forward_kernel(
         for j0 in range(inner, outer, BN):
             acc = _forward_tile(
                 acc, query, i, j0, k, v, first_key, queries, keys, k_stride, v_stride, scale, of_queries, k_inverse,
-                window, limited, False, WINDOWED, UNIT, ACTIVATION, HEADS, DH, BD, BN, PRECISION,
+                bias, window, limited, False, WINDOWED, UNIT, REACH, ACTIVATION, HEADS, DH, BD, BN, PRECISION,
             )  # fmt: skip
         if CAUSAL:
             before = tl.cdiv(inner - low, BN)
@@ -118,45 +127,57 @@ def attention_forward_kernel(
                 j0 = tl.where(step < before, low + step * BN, outer + (step - before) * BN)
                 acc = _forward_tile(
                     acc, query, i, j0, k, v, first_key, queries, keys, k_stride, v_stride, scale, of_queries, k_inverse,
-                    window, limited, True, WINDOWED, UNIT, ACTIVATION, HEADS, DH, BD, BN, PRECISION,
+                    bias, window, limited, True, WINDOWED, UNIT, REACH, ACTIVATION, HEADS, DH, BD, BN, PRECISION,
                 )  # fmt: skip
         store_tokens(out, first, i, queries, acc * inverse_norm, HEADS * DH, DH, BD)
 
 
 @triton.jit
 def _query_gradient_tile(
-    acc, query, grad, i, j0, k, v, first, queries, keys, k_stride, v_stride, scale, of_queries, k_inverse, window,
-    limited,
-    MASKED: tl.constexpr, WINDOWED: tl.constexpr, UNIT: tl.constexpr, ACTIVATION: tl.constexpr, HEADS: tl.constexpr,
-    DH: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
+    acc, of_bias, query, grad, i, i0, j0, k, v, first, queries, keys, k_stride, v_stride, scale, of_queries, k_inverse,
+    bias, window, limited,
+    MASKED: tl.constexpr, WINDOWED: tl.constexpr, UNIT: tl.constexpr, REACH: tl.constexpr, ACTIVATION: tl.constexpr,
+    HEADS: tl.constexpr, DH: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     j = j0 + tl.arange(0, BN)
     key = load_tokens(k, first, j, keys, k_stride, DH, BD)
     value = load_tokens(v, first, j, keys, v_stride, DH, BD)
     scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)
     inner = tl.dot(grad, tl.trans(value), input_precision=PRECISION)
+    of_keys = 1.0
     if UNIT:
         of_keys = load_inverse(k_inverse, first, j, keys, HEADS)[None, :]
         scores *= (of_queries * scale)[:, None] * of_keys
-        inner *= of_keys
     else:
         scores *= scale
+    if REACH:
+        scores += bias_at(bias, i[:, None] + (keys - queries) - j[None, :], REACH)
     _, slope = activate(scores, ACTIVATION)
     inner *= slope
     if MASKED:
         inner = tl.where(visible(i[:, None], j[None, :], keys - queries, window, limited, WINDOWED), inner, 0.0)
-    return tl.dot(inner.to(key.dtype), key, acc, input_precision=PRECISION)
+    if REACH:
+        of_bias = sum_by_distance(of_bias, inner, i0 + keys - queries - j0, BM, BN, REACH)
+    if UNIT:
+        inner *= of_keys
+    return tl.dot(inner.to(key.dtype), key, acc, input_precision=PRECISION), of_bias
 
 
 @triton.jit
 def attention_query_gradient_kernel(
-    q, k, v, grad, q_grad, q_inverse, k_inverse, q_offsets, kv_offsets, q_stride, q_head, k_stride, k_head, v_stride,
-    v_head, grad_stride, grad_head, q_grad_stride, rows, sweepers, q_tokens, kv_tokens, tiles, max_q, max_kv, scale,
+    q, k, v, grad, q_grad, bias_grad, q_inverse, k_inverse, bias, q_offsets, kv_offsets, q_stride, q_head, k_stride,
+    k_head, v_stride, v_head, grad_stride, grad_head, q_grad_stride, rows, sweepers, q_tokens, kv_tokens, tiles,
+    max_q, max_kv, scale,
     inverse_norm, window, n_summary,
-    ACTIVATION: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, UNIT: tl.constexpr, HEADS: tl.constexpr,
-    DH: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
+    ACTIVATION: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, UNIT: tl.constexpr, REACH: tl.constexpr,
+    HEADS: tl.constexpr, DH: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """``q_grad`` [Tq, H, dh], whose heads lie side by side."""
+    """``q_grad`` [Tq, H, dh], whose heads lie side by side.
+
+    With REACH also a program's own row of ``bias_grad``, FP32 [programs, REACH], which is all zeros before.
+    """
     tile, head, row = place_of(tiles, HEADS)
     if CAUSAL:
         tile = tiles - 1 - tile
@@ -175,36 +196,45 @@ def attention_query_gradient_kernel(
         if UNIT:
             k_inverse += head
             of_queries = load_inverse(q_inverse + head, first, i, queries, HEADS)
+        bias += head * REACH
+        of_bias = tl.zeros([REACH if REACH else 1], tl.float32)
         limited = queries - n_summary
         low, inner, outer, high = keys_of(
             i0, tl.minimum(i0 + BM, queries), queries, keys, window, n_summary, CAUSAL, WINDOWED, BN
         )
         acc = tl.zeros([BM, BD], tl.float32)
         for j0 in range(inner, outer, BN):
-            acc = _query_gradient_tile(
-                acc, query, above, i, j0, k, v, first_key, queries, keys, k_stride, v_stride, scale, of_queries,
-                k_inverse, window, limited, False, WINDOWED, UNIT, ACTIVATION, HEADS, DH, BD, BN, PRECISION,
+            acc, of_bias = _query_gradient_tile(
+                acc, of_bias, query, above, i, i0, j0, k, v, first_key, queries, keys, k_stride, v_stride, scale,
+                of_queries, k_inverse, bias, window, limited, False, WINDOWED, UNIT, REACH, ACTIVATION, HEADS, DH, BD,
+                BM,
+                BN, PRECISION,
             )  # fmt: skip
         if CAUSAL:
             before = tl.cdiv(inner - low, BN)
             for step in range(0, before + tl.cdiv(high - outer, BN)):
                 j0 = tl.where(step < before, low + step * BN, outer + (step - before) * BN)
-                acc = _query_gradient_tile(
-                    acc, query, above, i, j0, k, v, first_key, queries, keys, k_stride, v_stride, scale, of_queries,
-                    k_inverse, window, limited, True, WINDOWED, UNIT, ACTIVATION, HEADS, DH, BD, BN, PRECISION,
+                acc, of_bias = _query_gradient_tile(
+                    acc, of_bias, query, above, i, i0, j0, k, v, first_key, queries, keys, k_stride, v_stride, scale,
+                    of_queries, k_inverse, bias, window, limited, True, WINDOWED, UNIT, REACH, ACTIVATION, HEADS, DH,
+                    BD,
+                    BM, BN, PRECISION,
                 )  # fmt: skip
         acc *= scale * inverse_norm
         if UNIT:
             acc = through_rms(acc, query, of_queries, DH)
         store_tokens(q_grad, first, i, queries, acc, q_grad_stride, DH, BD)
+        if REACH:
+            own = bias_grad + tl.program_id(0).to(tl.int64) * REACH
+            tl.store(own + tl.arange(0, REACH), of_bias * inverse_norm)
 
 
 @triton.jit
 def _key_gradient_tile(
     of_key, of_value, key, value, j, i0, q, grad, first, queries, keys, q_stride, grad_stride, scale, of_keys,
-    q_inverse, window, limited,
-    MASKED: tl.constexpr, WINDOWED: tl.constexpr, UNIT: tl.constexpr, ACTIVATION: tl.constexpr, HEADS: tl.constexpr,
-    DH: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, PRECISION: tl.constexpr,
+    q_inverse, bias, window, limited,
+    MASKED: tl.constexpr, WINDOWED: tl.constexpr, UNIT: tl.constexpr, REACH: tl.constexpr, ACTIVATION: tl.constexpr,
+    HEADS: tl.constexpr, DH: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     i = i0 + tl.arange(0, BM)
     query = load_tokens(q, first, i, queries, q_stride, DH, BD)
@@ -218,6 +248,8 @@ def _key_gradient_tile(
         inner *= of_queries
     else:
         scores *= scale
+    if REACH:
+        scores += bias_at(bias, i[None, :] + (keys - queries) - j[:, None], REACH)
     scores, slope = activate(scores, ACTIVATION)
     inner *= slope
     if MASKED:
@@ -231,11 +263,13 @@ def _key_gradient_tile(
 
 @triton.jit
 def attention_key_gradient_kernel(
-    q, k, v, grad, k_grad, v_grad, q_inverse, k_inverse, q_offsets, kv_offsets, q_stride, q_head, k_stride, k_head,
-    v_stride, v_head, grad_stride, grad_head, k_grad_stride, v_grad_stride, rows, sweepers, q_tokens, kv_tokens, tiles,
+    q, k, v, grad, k_grad, v_grad, q_inverse, k_inverse, bias, q_offsets, kv_offsets, q_stride, q_head, k_stride,
+    k_head, v_stride, v_head, grad_stride, grad_head, k_grad_stride, v_grad_stride, rows, sweepers, q_tokens,
+    kv_tokens, tiles,
     max_q, max_kv, scale, inverse_norm, window, n_summary,
-    ACTIVATION: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, UNIT: tl.constexpr, HEADS: tl.constexpr,
-    DH: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
+    ACTIVATION: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, UNIT: tl.constexpr, REACH: tl.constexpr,
+    HEADS: tl.constexpr, DH: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """``k_grad`` and ``v_grad`` [Tk, H, dh], whose heads lie side by side.
 
@@ -260,6 +294,7 @@ def attention_key_gradient_kernel(
         if UNIT:
             q_inverse += head
             of_keys = load_inverse(k_inverse + head, first, j, keys, HEADS)
+        bias += head * REACH
         limited = queries - n_summary
         low, inner, outer, high, summaries = queries_of(
             j0, tl.minimum(j0 + BN, keys), queries, keys, window, n_summary, CAUSAL, WINDOWED, BM
@@ -269,7 +304,8 @@ def attention_key_gradient_kernel(
         for i0 in range(inner, outer, BM):
             of_key, of_value = _key_gradient_tile(
                 of_key, of_value, key, value, j, i0, q, grad, first_query, queries, keys, q_stride, grad_stride, scale,
-                of_keys, q_inverse, window, limited, False, WINDOWED, UNIT, ACTIVATION, HEADS, DH, BD, BM, PRECISION,
+                of_keys, q_inverse, bias, window, limited, False, WINDOWED, UNIT, REACH, ACTIVATION, HEADS, DH, BD, BM,
+                PRECISION,
             )  # fmt: skip
         if CAUSAL:
             before = tl.cdiv(inner - low, BM)
@@ -279,8 +315,9 @@ def attention_key_gradient_kernel(
                 i0 = tl.where(step < near, i0, summaries + (step - near) * BM)
                 of_key, of_value = _key_gradient_tile(
                     of_key, of_value, key, value, j, i0, q, grad, first_query, queries, keys, q_stride, grad_stride,
-                    scale, of_keys, q_inverse, window, limited, True, WINDOWED, UNIT, ACTIVATION, HEADS, DH, BD, BM,
-                    PRECISION,
+                    scale, of_keys, q_inverse, bias, window, limited, True, WINDOWED, UNIT, REACH, ACTIVATION, HEADS,
+                    DH,
+                    BD, BM, PRECISION,
                 )  # fmt: skip
         of_key *= scale * inverse_norm
         if UNIT:

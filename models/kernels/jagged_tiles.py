@@ -91,6 +91,29 @@ def through_rms(grad, x, inverse, DH: tl.constexpr):
 
 
 @triton.jit
+def bias_at(bias, distance, REACH: tl.constexpr):
+    """The bias of one head for distances of queries to keys before them; far ones share the last."""
+    return tl.load(bias + tl.minimum(tl.maximum(distance, 0), REACH - 1))
+
+
+@triton.jit
+def sum_by_distance(sums, x, nearest, BM: tl.constexpr, BN: tl.constexpr, REACH: tl.constexpr):
+    """Add x [BM, BN], FP32, to ``sums`` [REACH] by distance; ``nearest`` is that of its first query and first key."""
+    # Diagonals become columns: element (i, j) of distance i - j + BN - 1 within the tile.
+    WIDE: tl.constexpr = 2 * max(BM, BN)
+    diagonal = tl.arange(0, WIDE)
+    at = tl.arange(0, BM)[:, None] + (BN - 1) - diagonal[None, :]
+    inside = (at >= 0) & (at < BN)
+    by_diagonal = tl.sum(tl.where(inside, tl.gather(x, tl.where(inside, at, 0), 1), 0.0), 0)
+    distance = tl.arange(0, REACH)
+    source = distance - nearest + (BN - 1)
+    known = (source >= 0) & (source < WIDE)
+    sums += tl.where(known, tl.gather(by_diagonal, tl.where(known, source, 0), 0), 0.0)
+    beyond = tl.sum(tl.where(nearest - (BN - 1) + diagonal >= REACH, by_diagonal, 0.0), 0)
+    return sums + tl.where(distance == REACH - 1, beyond, 0.0)
+
+
+@triton.jit
 def clear(
     base,
     first,

@@ -63,7 +63,7 @@ def tiles_for(kernel: str, head: int, dtype: torch.dtype, rules: Rules) -> Tiles
 
 
 def launch_forward(
-    q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, rules: Rules
+    q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, rules: Rules, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what :func:`narrowgate.models.kernels.reference.reference_forward` does, and what backward needs of it.
 
@@ -76,17 +76,20 @@ def launch_forward(
     if rules.eps is not None:
         _launch_inverse(k, inverses[1], rules.eps)
     tiles = tiles_for("forward", q.shape[2], q.dtype, rules)
-    tensors, strides = (q, k, v, out, *inverses, q_offsets, kv_offsets), _strides(q, k, v)
+    # What a kernel ignores is any tensor.
+    own = q if bias is None else bias
+    tensors, strides = (q, k, v, out, *inverses, own, q_offsets, kv_offsets), _strides(q, k, v)
     _launch(
-        attention_forward_kernel, tiles, tensors, strides, q, k, q_offsets, rules, of_keys=False, eps=rules.eps or 0.0
-    )
+        attention_forward_kernel, tiles, tensors, strides, q, k, q_offsets, rules, bias, of_keys=False,
+        eps=rules.eps or 0.0,
+    )  # fmt: skip
     return out, *inverses
 
 
 def launch_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, inverses: tuple[Tensor, Tensor], q_offsets: Tensor,
-    kv_offsets: Tensor, rules: Rules, into: tuple[Tensor, Tensor, Tensor],
-) -> None:  # fmt: skip
+    kv_offsets: Tensor, rules: Rules, bias: Tensor | None, into: tuple[Tensor, Tensor, Tensor],
+) -> Tensor | None:  # fmt: skip
     """Write what :func:`narrowgate.models.kernels.reference.reference_backward` returns.
 
     Args:
@@ -98,20 +101,30 @@ def launch_backward(
         q_offsets: as in forward.
         kv_offsets: as in forward.
         rules: as in forward.
+        bias: as in forward.
         into: takes the gradients of q, k and v, of their shapes; heads side by side, tokens anywhere.
+
+    Returns:
+        The gradient of ``bias``, FP32 [H, R], if there is one.
     """
     grad = grad if grad.stride(2) == 1 else grad.contiguous()
     of_q, of_k, of_v = into
     strides = _strides(q, k, v, grad)
-    inputs, offsets = (q, k, v, grad), (q_offsets, kv_offsets)
+    inputs, offsets = (q, k, v, grad), (q if bias is None else bias, q_offsets, kv_offsets)
     tiles = tiles_for("query_gradient", q.shape[2], q.dtype, rules)
-    tensors = (*inputs, of_q, *inverses, *offsets)
+    parts = None
+    if bias is not None:
+        # A part of each program, added up in their order: the same bits every run.
+        shape = (q_offsets.shape[0] - 1 + SWEEPERS, q.shape[1], triton.cdiv(rules.max_q, tiles.queries), bias.shape[1])
+        parts = torch.zeros(shape, dtype=torch.float32, device=q.device)
+    tensors = (*inputs, of_q, q if parts is None else parts, *inverses, *offsets)
     places = [*strides, of_q.stride(0)]
-    _launch(attention_query_gradient_kernel, tiles, tensors, places, q, k, q_offsets, rules, of_keys=False)
+    _launch(attention_query_gradient_kernel, tiles, tensors, places, q, k, q_offsets, rules, bias, of_keys=False)
     tiles = tiles_for("key_gradient", q.shape[2], q.dtype, rules)
     tensors = (*inputs, of_k, of_v, *inverses, *offsets)
     places = [*strides, of_k.stride(0), of_v.stride(0)]
-    _launch(attention_key_gradient_kernel, tiles, tensors, places, q, k, q_offsets, rules, of_keys=True)
+    _launch(attention_key_gradient_kernel, tiles, tensors, places, q, k, q_offsets, rules, bias, of_keys=True)
+    return None if parts is None else parts.sum((0, 2))
 
 
 def _inverses(q: Tensor, k: Tensor, rules: Rules) -> tuple[Tensor, Tensor]:
@@ -131,8 +144,8 @@ def _launch_inverse(x: Tensor, inverse: Tensor, eps: float) -> None:
 
 
 def _launch(
-    kernel: Any, tiles: Tiles, tensors: Any, strides: Any, q: Tensor, k: Tensor, offsets: Tensor, rules: Rules, *,
-    of_keys: bool, **more: Any,
+    kernel: Any, tiles: Tiles, tensors: Any, strides: Any, q: Tensor, k: Tensor, offsets: Tensor, rules: Rules,
+    bias: Tensor | None, *, of_keys: bool, **more: Any,
 ) -> None:  # fmt: skip
     rows, heads, head = offsets.shape[0] - 1, q.shape[1], q.shape[2]
     owner, longest, size = (k, rules.max_kv, tiles.keys) if of_keys else (q, rules.max_q, tiles.queries)
@@ -143,8 +156,9 @@ def _launch(
     kernel[(count * heads * (rows + SWEEPERS),)](
         *tensors, *strides, rows, SWEEPERS, q.shape[0], k.shape[0], count, rules.max_q, rules.max_kv, rules.scale,
         1 / rules.norm, rules.window, rules.n_summary, **more, ACTIVATION=rules.activation, CAUSAL=rules.causal,
-        WINDOWED=rules.window > 0, UNIT=rules.eps is not None, HEADS=heads, DH=head,
-        BD=max(_LEAST, triton.next_power_of_2(head)), BM=tiles.queries, BN=tiles.keys, PRECISION="ieee",
+        WINDOWED=rules.window > 0, UNIT=rules.eps is not None, REACH=0 if bias is None else bias.shape[1],
+        HEADS=heads, DH=head, BD=max(_LEAST, triton.next_power_of_2(head)), BM=tiles.queries, BN=tiles.keys,
+        PRECISION="ieee",
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
 

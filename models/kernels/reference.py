@@ -47,6 +47,11 @@ class Rules:
             self.eps,
         )  # fmt: skip
 
+    def distances(self, queries: int, keys: int, reach: int, device: torch.device) -> Tensor:
+        """Return [queries, keys] int64: how far before a query a key stands, from 0 to ``reach`` - 1."""
+        at = torch.arange(queries, device=device).unsqueeze(1)
+        return (at + keys - queries - torch.arange(keys, device=device)).clamp(0, reach - 1)
+
     def mask(self, queries: int, keys: int, device: torch.device) -> Tensor | None:
         """Return [queries, keys] bool, true where a query may look; None for everywhere."""
         if not self.causal:
@@ -116,7 +121,9 @@ def _through_unit(grad: Tensor, y: Tensor, inverse: Tensor | None) -> Tensor:
     return grad if inverse is None else (grad - y * (grad * y).mean(-1, keepdim=True)) * inverse
 
 
-def reference_forward(q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, rules: Rules) -> Tensor:
+def reference_forward(
+    q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, rules: Rules, bias: Tensor | None = None
+) -> Tensor:
     """Return [Tq, H, dh] in the type of ``q``, computed in FP32; zeros where a token belongs to no row.
 
     Args:
@@ -126,13 +133,17 @@ def reference_forward(q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_off
         q_offsets: [B + 1] int64, from 0, never falling.
         kv_offsets: [B + 1] int64.
         rules: everything else.
+        bias: [H, R], added to scores by :meth:`Rules.distances`.
     """
     function, _ = ACTIVATIONS[rules.activation]
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     for queries, keys in _rows(q_offsets, kv_offsets, rules):
         query, key, value = _wide(q[queries]), _wide(k[keys]), _wide(v[keys])
         query, key = _unit(query, rules.eps)[0], _unit(key, rules.eps)[0]
-        scores = function(query @ key.transpose(1, 2) * rules.scale)
+        scores = query @ key.transpose(1, 2) * rules.scale
+        if bias is not None:
+            scores = scores + bias[:, rules.distances(query.shape[1], key.shape[1], bias.shape[1], q.device)]
+        scores = function(scores)
         mask = rules.mask(query.shape[1], key.shape[1], q.device)
         if mask is not None:
             scores = scores * mask
@@ -141,19 +152,27 @@ def reference_forward(q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_off
 
 
 def reference_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, rules: Rules
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of ``q``, ``k`` and ``v`` for that of the output, each in its input's type and shape."""
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, rules: Rules,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """Return the gradients of ``q``, ``k``, ``v`` and ``bias`` for that of the output, in their types and shapes."""
     function, slope = ACTIVATIONS[rules.activation]
     of_q, of_k, of_v = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    of_bias = None if bias is None else torch.zeros_like(bias)
     for queries, keys in _rows(q_offsets, kv_offsets, rules):
         query, key, value, wide = _wide(q[queries]), _wide(k[keys]), _wide(v[keys]), _wide(grad[queries]) / rules.norm
         (query, of_queries), (key, of_keys) = _unit(query, rules.eps), _unit(key, rules.eps)
         raw = query @ key.transpose(1, 2) * rules.scale
+        distances = None
+        if bias is not None:
+            distances = rules.distances(query.shape[1], key.shape[1], bias.shape[1], q.device)
+            raw = raw + bias[:, distances]
         scores, inner = function(raw), wide @ value.transpose(1, 2) * slope(raw)
         mask = rules.mask(query.shape[1], key.shape[1], q.device)
         if mask is not None:
             scores, inner = scores * mask, inner * mask
+        if of_bias is not None and distances is not None:
+            of_bias.index_add_(1, distances.reshape(-1), inner.flatten(1).to(of_bias.dtype))
         parts = (
             _through_unit(inner @ key * rules.scale, query, of_queries),
             _through_unit(inner.transpose(1, 2) @ query * rules.scale, key, of_keys),
@@ -161,4 +180,4 @@ def reference_backward(
         )
         for target, at, part in zip((of_q, of_k, of_v), (queries, keys, keys), parts, strict=True):
             target[at] = part.transpose(0, 1).to(target.dtype)
-    return of_q, of_k, of_v
+    return of_q, of_k, of_v, of_bias

@@ -96,7 +96,9 @@ def test_few_queries_over_long_keys_equal_the_padded_ones() -> None:
 
 
 @plain_test
-@pytest.mark.parametrize("changes", [{}, {"window": 2, "bias": True}, {"activation": "gelu", "layers": 1}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"window": 2, "bias": True}, {"activation": "gelu", "layers": 1}, {"bias_reach": 4, "window": 6}]
+)
 def test_the_model_computes_the_same_with_either(small: Preset, changes: dict[str, Any]) -> None:
     found = []
     for attention in ("padded", "jagged"):
@@ -104,6 +106,9 @@ def test_the_model_computes_the_same_with_either(small: Preset, changes: dict[st
         task = GemTask.open(dataclasses.replace(small, model=config), "synthetic")
         torch.manual_seed(0)
         model = task.build_model().eval()
+        for name, parameter in model.named_parameters():
+            if name.endswith("position_bias"):
+                torch.nn.init.normal_(parameter)
         loss = task.loss(model, next(iter(task.train_batches(0))))
         found.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
     for a, b in zip(*found, strict=True):
@@ -164,33 +169,37 @@ QUERIES, KEYS = [3, 0, 5, 2], [4, 3, 2, 0]
 )
 def test_gradients_of_the_reference_match_numeric_ones(activation: str, rules: dict[str, Any]) -> None:
     q, k, v = (torch.randn(n, 2, 3, dtype=torch.float64, requires_grad=True) for n in (11, 10, 10))
+    bias = torch.randn(2, 2, dtype=torch.float64, requires_grad=True)
     made = Rules(4, 3, activation, 0.7, 3.0, **rules)
 
     class Both(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            ctx.save_for_backward(q, k, v)
-            return reference_forward(q, k, v, offsets(QUERIES), offsets(KEYS), made)
+        def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
+            ctx.save_for_backward(q, k, v, bias)
+            return reference_forward(q, k, v, offsets(QUERIES), offsets(KEYS), made, bias)
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor) -> Any:
-            q, k, v = ctx.saved_tensors
-            return reference_backward(grads[0], q, k, v, offsets(QUERIES), offsets(KEYS), made)
+            q, k, v, bias = ctx.saved_tensors
+            return reference_backward(grads[0], q, k, v, offsets(QUERIES), offsets(KEYS), made, bias)
 
-    assert torch.autograd.gradcheck(Both.apply, (q, k, v), fast_mode=True)
+    for given in (None, bias) if made.causal else (None,):
+        assert torch.autograd.gradcheck(Both.apply, (q, k, v, given), fast_mode=True)
 
 
 @plain_test
-@pytest.mark.parametrize("eps", [None, 1e-3])
+@pytest.mark.parametrize(("eps", "reach"), [(None, 0), (1e-3, 0), (None, 4)])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_operator_is_registered_soundly(layout: str, eps: float | None) -> None:
+def test_the_operator_is_registered_soundly(layout: str, eps: float | None, reach: int) -> None:
     tokens, at = ([11, 10, 10], offsets(KEYS)) if "|" in layout else ([11], offsets(QUERIES))
     sources = [
         torch.randn(n, 6 * len(names), dtype=torch.float64, requires_grad=True)
         for n, names in zip(tokens, layout.split("|"), strict=False)
     ]
     rules = (4, 3, "silu", 0.7, 3.0, True, 2, 1, eps)
-    torch.library.opcheck(torch.ops.narrowgate.jagged_attention, (sources, layout, 2, offsets(QUERIES), at, *rules))
+    bias = torch.randn(2, reach, dtype=torch.float64, requires_grad=True) if reach else None
+    arguments = (sources, layout, 2, offsets(QUERIES), at, bias, *rules)
+    torch.library.opcheck(torch.ops.narrowgate.jagged_attention, arguments)
 
 
 @kernel_test
@@ -215,17 +224,18 @@ def test_a_gate_beside_attention_is_left_alone(compiled: bool) -> None:
     uvqk, u, above = torch.randn(10, 24), torch.randn(10, 6), torch.randn(10, 6)
     at, rules = offsets(KEYS), Rules(5, 4, "silu", 0.7, 3.0, causal=True, eps=1e-3)
 
-    def gated(x: Tensor) -> Tensor:
-        gate, out = gated_jagged_attention(x, at, rules, heads=2)
+    def gated(x: Tensor, bias: Tensor) -> Tensor:
+        gate, out = gated_jagged_attention(x, at, rules, heads=2, bias=bias)
         return (gate * u + out * above).sum()
 
-    def apart(x: Tensor) -> Tensor:
-        return (x[:, :6] * u + jagged_attention([x[:, 6:]], at, at, rules, heads=2, layout="vqk") * above).sum()
+    def apart(x: Tensor, bias: Tensor) -> Tensor:
+        out = jagged_attention([x[:, 6:]], at, at, rules, heads=2, layout="vqk", bias=bias)
+        return (x[:, :6] * u + out * above).sum()
 
-    found = []
+    found, bias = [], torch.randn(2, 4)
     for function in (torch.compile(gated, backend="aot_eager", fullgraph=True) if compiled else gated, apart):
-        x = uvqk.clone().requires_grad_()
-        found.append([function(x), *torch.autograd.grad(function(x), x)])
+        given = uvqk.clone().requires_grad_(), bias.clone().requires_grad_()
+        found.append([function(*given), *torch.autograd.grad(function(*given), given)])
     same(*found)
     x = uvqk.requires_grad_()
     (grad,) = torch.autograd.grad(jagged_attention([x], at, at, rules, heads=2, layout="uvqk").sum(), x)
@@ -261,6 +271,9 @@ def test_a_packed_source_is_its_parts(layout: str) -> None:
         ({"q_offsets": torch.tensor([0, 11])}, {}, r"of one B, found \[2\], \[5\]"),
         ({}, {"activation": "softmax"}, "found 'softmax'"),
         ({}, {"window": 2}, "a window needs causal=True"),
+        ({"bias": torch.zeros(2, 4)}, {}, "a bias needs causal=True"),
+        ({"bias": torch.zeros(2, 6)}, {"causal": True}, r"a bias \[2, R\] with R a power of two, found \[2, 6\]"),
+        ({"bias": torch.zeros(1, 4)}, {"causal": True}, r"found \[1, 4\]"),
     ],
 )
 def test_what_does_not_fit_is_refused(changes: dict[str, Any], rules: dict[str, Any], message: str) -> None:
@@ -311,8 +324,9 @@ NEAR = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 
 
 def check(
-    queries: list[int], keys: list[int], dtype: torch.dtype, head: int, activation: str = "silu", **rules: Any
-) -> None:
+    queries: list[int], keys: list[int], dtype: torch.dtype, head: int, activation: str = "silu", *, reach: int = 0,
+    **rules: Any,
+) -> None:  # fmt: skip
     made = Rules(**{
         "max_q": max(queries), "max_kv": max(keys), "activation": activation, "scale": head**-0.5, "norm": 7.0, **rules
     })  # fmt: skip
@@ -325,8 +339,11 @@ def check(
     ]
     grad = torch.randn(counts[0], 2 * head).to(DEVICE, dtype)
     first, second = offsets(queries).to(DEVICE), offsets(keys).to(DEVICE)
-    out = jagged_attention(sources, first, second, made, heads=2, layout=layout)
-    found = out, *torch.autograd.grad(out, sources, grad)
+    bias = torch.randn(2, reach, device=DEVICE, requires_grad=True) if reach else None
+    out = jagged_attention(sources, first, second, made, heads=2, layout=layout, bias=bias)
+    found = out, *torch.autograd.grad(out, [*sources, *([] if bias is None else [bias])], grad)
+    of_bias = None if bias is None else found[-1]
+    found = found[: 1 + len(sources)]
     parts, of_parts = (
         {
             name: part.detach().double().unflatten(1, (2, head))
@@ -337,8 +354,9 @@ def check(
     )
     q, k, v = (parts[name] for name in "qkv")
     above = grad.double().unflatten(1, (2, head))
-    gradients = reference_backward(above, q, k, v, first, second, made)
-    expected = reference_forward(q, k, v, first, second, made), *gradients
+    wide = None if bias is None else bias.detach().double()
+    *gradients, expected_bias = reference_backward(above, q, k, v, first, second, made, wide)
+    expected = reference_forward(q, k, v, first, second, made, wide), *gradients
     results = out.unflatten(1, (2, head)), *(of_parts[name] for name in "qkv")
     for name, a, b in zip(("out", "of q", "of k", "of v"), results, expected, strict=True):
         error = (a.double() - b).abs().max() / b.abs().max()
@@ -347,6 +365,10 @@ def check(
         zeros = ((x == 0).all(-1) for x in (a, b))
         assert torch.equal(*zeros), f"{name}: zeros where nothing is attended"
     assert all(x.dtype is dtype for x in found)
+    if of_bias is not None and expected_bias is not None:
+        assert expected_bias.abs().min() > 0, "every distance occurs"
+        error = (of_bias.double() - expected_bias).abs().max() / expected_bias.abs().max()
+        assert error < NEAR[dtype], f"of bias: {error:.1e}"
 
 
 @kernel_test
@@ -363,6 +385,17 @@ def test_kernels_equal_the_reference(case: str, dtype: torch.dtype, small_tiles:
 def test_kernels_divide_by_the_root_mean_square(case: str, dtype: torch.dtype, small_tiles: None) -> None:
     queries, keys, rules = CASES[case]
     check(queries, keys, dtype, 16 if INTERPRETED else 128, eps=1e-2, **rules)
+
+
+@kernel_test
+@pytest.mark.parametrize("reach", [1, 4, 16 if INTERPRETED else 256])
+@pytest.mark.parametrize("case", [name for name, (_, _, rules) in CASES.items() if rules])
+def test_kernels_add_a_bias_of_distance(case: str, reach: int, small_tiles: None) -> None:
+    queries, keys, rules = CASES[case]
+    # A window shows no distances past it but to the closing queries, which see all of a row.
+    if reach > max(keys):
+        pytest.skip("no row is so long")
+    check(queries, keys, DTYPES[-1], 16 if INTERPRETED else 128, reach=reach, eps=1e-2, **rules)
 
 
 @kernel_test
