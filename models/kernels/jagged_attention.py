@@ -319,8 +319,8 @@ def attention_key_gradient_kernel(
                     DH,
                     BD, BM, PRECISION,
                 )  # fmt: skip
+        store_tokens(v_grad, first, j, keys, of_value * inverse_norm, v_grad_stride, DH, BD)
         of_key *= scale * inverse_norm
         if UNIT:
             of_key = through_rms(of_key, key, of_keys, DH)
         store_tokens(k_grad, first, j, keys, of_key, k_grad_stride, DH, BD)
-        store_tokens(v_grad, first, j, keys, of_value * inverse_norm, v_grad_stride, DH, BD)
