@@ -35,80 +35,25 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .errors import NarrowgateError, NotBuiltError
-from .fused_adam import FusedStep, StoredMoment, can_take, take
+from .moment_storage import STORAGE, Storage, keys_of_steps, storage_of
 from .moments import (
     MOMENTS,
-    Place,
     distributed_like,
     local,
-    place_of,
     restore,
     scale_name,
     store,
 )
+from .one_pass import in_one_pass, standing_in
 from .optimizer_trial import check_state, own_step, try_out
 from .spec import Spec, as_spec
-from .state_formats import stored_format, unsupported_state
+from .state_formats import unsupported_state
 from .step_codes import StepCodes
-from .stochastic import call_key, stream_key
 
 #: Elements whose moments are brought to FP32 at a time: 64 MiB a moment.
 BUCKET = 1 << 24
-#: Where an optimizer keeps its :class:`_Storage`.
-_STORAGE = "_narrowgate_storage"
 #: By what ``torch.optim.lr_scheduler`` knows a step that tells it of being called.
 _SCHEDULED = "_wrapped_by_lr_sched"
-
-
-class _Storage:
-    """How an optimizer's moments are stored, and under which names their random bits are drawn."""
-
-    def __init__(self, spec: Spec, seed: int) -> None:
-        self.spec, self.seed = spec, seed
-        self.names: dict[Tensor, str] = {}
-        self._keys: dict[Tensor, Tensor] = {}
-        self._places: dict[Tensor, Place] = {}
-        #: Whose step did something else to moments than one fused call does.
-        self.apart: set[Tensor] = set()
-
-    def learn(self, groups: Sequence[Mapping[str, Any]], names: Mapping[Tensor, str]) -> None:
-        """Name the parameters of ``groups``: as ``names`` has it, else the optimizer, else by their place in it.
-
-        Raises:
-            NarrowgateError: one is not FP32.
-        """
-        for number, group in enumerate(groups):
-            given = group.get("param_names")
-            for index, parameter in enumerate(group["params"]):
-                if parameter not in self.names:
-                    own = given[index] if given else f"{number}.{index}"
-                    self.names[parameter] = names.get(parameter, own)
-                if parameter.dtype != torch.float32 and self.spec.format != "fp32":
-                    raise NarrowgateError(
-                        f"'{self.names[parameter]}': found {parameter.dtype}, expected FP32 parameters for optimizer "
-                        f"state in {self.spec}"
-                    )
-
-    def stored(self, parameter: Tensor) -> Spec | None:
-        """How the parameter's moments are stored; None where they stay FP32."""
-        return stored_format(tuple(parameter.shape), self.spec)
-
-    def place(self, parameter: Tensor) -> Place:
-        """Which part of the parameter is here."""
-        known = self._places.get(parameter)
-        if known is None:
-            known = self._places[parameter] = place_of(parameter, self.names[parameter], self.spec)
-        return known
-
-    def key(self, parameter: Tensor) -> Tensor:
-        """int64 [moments], on the parameter's device: keys of the streams of its moments."""
-        device = local(parameter).device
-        known = self._keys.get(parameter)
-        if known is None or known.device != device:
-            name = self.names[parameter]
-            streams = [stream_key(self.seed, name, "optimizer", moment) for moment in MOMENTS]
-            known = self._keys[parameter] = torch.tensor(streams, dtype=torch.int64, device=device)
-        return known
 
 
 class LowPrecisionOptimizer(Optimizer):
@@ -124,19 +69,19 @@ class LowPrecisionOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         groups, update = self.param_groups, own_step(_original(self))
-        _storage(self).learn(groups, {})  # of groups that were added since
+        storage_of(self).learn(groups, {})  # of groups that were added since
         codes = StepCodes(_fused_parameters(groups))
         with torch.no_grad():
             for group in groups:
-                whole = [parameter for parameter in group["params"] if _in_one_pass(self, group, parameter, codes)]
+                whole = [parameter for parameter in group["params"] if in_one_pass(self, group, parameter, codes)]
                 if whole:
-                    with _standing_in(self, whole, codes) as opened, _only(self, group, whole):
+                    with standing_in(self, whole, codes) as opened, _only(self, group, whole):
                         update(self)
                     _put_back(self, opened)
                 passed = set(whole)
                 rest = [parameter for parameter in group["params"] if parameter not in passed]
                 # FP32 moments need no memory beside them.
-                for bucket in _buckets(rest, None if _storage(self).spec.format == "fp32" else BUCKET):
+                for bucket in _buckets(rest, None if storage_of(self).spec.format == "fp32" else BUCKET):
                     stored = {parameter: _fetch(self, parameter) for parameter in bucket}
                     with _only(self, group, bucket):
                         update(self)
@@ -161,7 +106,7 @@ class LowPrecisionOptimizer(Optimizer):
             handle.remove()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), _STORAGE: _storage(self)}
+        return {**super().__getstate__(), STORAGE: storage_of(self)}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # A lowered class is made at run time, where pickle cannot find it by name.
@@ -197,14 +142,14 @@ def lower_state(
         raise NarrowgateError(f"this optimizer's state is stored as {state_spec(optimizer)} already")
     if spec.format == "fp32":
         return optimizer
-    kind, storage = type(optimizer), optimizer.__dict__.get(_STORAGE)
+    kind, storage = type(optimizer), optimizer.__dict__.get(STORAGE)
     if storage is not None:  # of :func:`write_codes`, which the new step does as well
         optimizer.__class__ = _original(optimizer)
     try:
         _swap(optimizer, spec, names or {}, seed)
     except NarrowgateError:
         if storage is not None:
-            optimizer.__class__, optimizer.__dict__[_STORAGE] = kind, storage
+            optimizer.__class__, optimizer.__dict__[STORAGE] = kind, storage
         raise
     return optimizer
 
@@ -226,12 +171,12 @@ def _swap(optimizer: Optimizer, spec: Spec, names: Mapping[Tensor, str], seed: i
     kind, scheduled = type(optimizer), hasattr(optimizer.__dict__.get("step"), _SCHEDULED)
     if "step" in optimizer.__dict__ and not scheduled:
         raise NarrowgateError(f"found a {kind.__name__} whose step was replaced on the instance, expected its class's")
-    storage = _Storage(spec, seed)
+    storage = Storage(spec, seed)
     storage.learn(optimizer.param_groups, names)
     for group in optimizer.param_groups:
         for leader in {parameter.dim(): parameter for parameter in group["params"]}.values():
             try_out(optimizer, group, leader, spec)
-    optimizer.__dict__[_STORAGE] = storage
+    optimizer.__dict__[STORAGE] = storage
     optimizer.__class__ = _lowered(kind, kind.__name__ if spec.format == "fp32" else f"LowPrecision{kind.__name__}")
     if scheduled:
         _tell_schedules(optimizer)
@@ -246,17 +191,13 @@ def _fused_parameters(groups: Sequence[Mapping[str, Any]]) -> Iterator[Tensor]:
 
 def state_spec(optimizer: Optimizer) -> Spec:
     """How the moments of ``optimizer`` are stored: FP32 unless :func:`lower_state` took it."""
-    return _storage(optimizer).spec if isinstance(optimizer, LowPrecisionOptimizer) else Spec(format="fp32")
+    return storage_of(optimizer).spec if isinstance(optimizer, LowPrecisionOptimizer) else Spec(format="fp32")
 
 
 def state_bytes(optimizer: Optimizer) -> int:
     """Bytes of all tensors that ``optimizer`` keeps between steps on this rank."""
     tensors = (local(x) for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor))
     return sum(x.numel() * x.element_size() for x in tensors)
-
-
-def _storage(optimizer: Optimizer) -> _Storage:
-    return optimizer.__dict__[_STORAGE]
 
 
 def _original(optimizer: Optimizer) -> type[Optimizer]:
@@ -319,72 +260,9 @@ def _only(optimizer: Optimizer, group: dict[str, Any], parameters: list[Tensor])
         optimizer.param_groups, group["params"] = groups, everything
 
 
-def _in_one_pass(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor, codes: StepCodes) -> bool:
-    """Whether the parameter is updated as its moments are stored, if the step is the fused one that ``group`` asks for.
-
-    Not the first time: the optimizer makes its state then.
-    """
-    storage, state = _storage(optimizer), optimizer.state.get(parameter)
-    if not group.get("fused") or not state or parameter in storage.apart or not storage.spec.high_precision:
-        return False
-    dtype = torch.bfloat16
-    if storage.spec.format == "fp32":
-        # PyTorch's own kernel takes all that has no codes that count.
-        kept, dtype = codes.of(parameter), torch.float32
-        if kept is None or not kept.trusted or (parameter.is_cuda and torch.cuda.is_current_stream_capturing()):
-            return False
-    stored = [state.get(name) for name in MOMENTS]
-    return isinstance(state.get("step"), Tensor) and can_take(parameter, stored, storage.place(parameter), dtype)
-
-
-@contextmanager
-def _standing_in(
-    optimizer: Optimizer, parameters: Sequence[Tensor], codes: StepCodes
-) -> Iterator[dict[Tensor, dict[str, Tensor]]]:
-    """Within, stand-ins are in the place of stored moments; a fused step also writes ``codes``.
-
-    Yields:
-        What was stored, filled in afterwards: of parameters whose moments are FP32 now, for :func:`_put_back`.
-    """
-    storage = _storage(optimizer)
-
-    def keys(parameters: Sequence[Tensor], steps: Sequence[Tensor]) -> Tensor:
-        return _call_keys(storage, parameters, steps)
-
-    def taken(step: FusedStep) -> bool:
-        return take(step, keys if storage.spec.sr else None, codes)
-
-    stood: dict[Tensor, dict[str, tuple[Tensor, StoredMoment]]] = {}
-    for parameter in parameters:
-        state, place = optimizer.state[parameter], storage.place(parameter)
-        stood[parameter] = {
-            name: (state[name], StoredMoment(parameter, name, local(state[name]), place, taken)) for name in MOMENTS
-        }
-        for name, (_, moment) in stood[parameter].items():
-            state[name] = moment
-    opened: dict[Tensor, dict[str, Tensor]] = {}
-    try:
-        yield opened
-    finally:
-        for parameter, moments in stood.items():
-            state = optimizer.state[parameter]
-            untouched = all(
-                state.get(name) is moment and moment.opened is None for name, (_, moment) in moments.items()
-            )
-            if not untouched:
-                opened[parameter] = {name: stored for name, (stored, _) in moments.items()}
-            for name, (stored, _) in moments.items():
-                left = state.get(name)
-                if isinstance(left, StoredMoment):
-                    state[name] = stored if untouched else left.open()
-        # In a capture a step is taken apart where its kernel is not compiled yet, which it may be later.
-        if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
-            storage.apart.update(opened)
-
-
 def _fetch(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
     """Bring a parameter's moments to FP32 in the optimizer's state; returns what was stored."""
-    storage, state = _storage(optimizer), optimizer.state.get(parameter)
+    storage, state = storage_of(optimizer), optimizer.state.get(parameter)
     spec = storage.stored(parameter)
     if spec is None or state is None:
         return {}
@@ -403,13 +281,13 @@ def _fetch(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
 
 def _put_back(optimizer: Optimizer, stored: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
     """Store the FP32 moments of parameters that were just updated, where possible in the memory they came from."""
-    storage = _storage(optimizer)
+    storage = storage_of(optimizer)
     if storage.spec.format == "fp32":
         return
     lowered = [parameter for parameter in stored if any(name in optimizer.state[parameter] for name in MOMENTS)]
     for parameter in lowered:
         check_state(optimizer, parameter, storage.spec)
-    keys = _keys(optimizer, lowered) if storage.spec.sr else {}
+    keys = keys_of_steps(optimizer, lowered) if storage.spec.sr else {}
     for parameter in lowered:
         spec, state, before = storage.stored(parameter), optimizer.state[parameter], stored[parameter]
         if spec is None:
@@ -426,33 +304,9 @@ def _put_back(optimizer: Optimizer, stored: Mapping[Tensor, Mapping[str, Tensor]
                     state[entry] = distributed_like(parameter, value) if entry == name else value
 
 
-def _keys(optimizer: Optimizer, parameters: Sequence[Tensor]) -> dict[Tensor, Tensor]:
-    """int64 [moments] by parameter: the keys of the step that each has just done."""
-    devices: dict[torch.device, list[Tensor]] = {}
-    for parameter in parameters:
-        devices.setdefault(local(parameter).device, []).append(parameter)
-    found: dict[Tensor, Tensor] = {}
-    for alike in devices.values():
-        steps = [torch.as_tensor(optimizer.state[parameter]["step"]) for parameter in alike]
-        keys = _call_keys(_storage(optimizer), alike, steps)
-        # Each on 16 bytes of its own: kernels launch fast on aligned addresses only.
-        keys = torch.stack((keys, keys), -1)[..., 0]
-        found |= dict(zip(alike, keys.unbind(), strict=True))
-    return found
-
-
-def _call_keys(storage: _Storage, parameters: Sequence[Tensor], steps: Sequence[Tensor]) -> Tensor:
-    """int64 [n, moments]: keys of n parameters of one device, each with the number of its step, of any shape."""
-    device = local(parameters[0]).device
-    counted = torch.stack([local(step).reshape(()) for step in steps]).to(device=device, dtype=torch.int64)
-    keys = call_key(torch.stack([storage.key(parameter) for parameter in parameters]), counted[:, None])
-    assert isinstance(keys, Tensor)
-    return keys
-
-
 def _store_all(optimizer: Optimizer) -> None:
     """Store every FP32 moment: of a state that was loaded, or of an optimizer that has stepped before."""
-    storage = _storage(optimizer)
+    storage = storage_of(optimizer)
     storage.learn(optimizer.param_groups, {})
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -469,7 +323,7 @@ def _store_all(optimizer: Optimizer) -> None:
 
 def _without_codes(optimizer: Optimizer, packed: dict[str, Any]) -> dict[str, Any]:
     """A state dict in which moments are values; the optimizer's own state stays as it is."""
-    storage = _storage(optimizer)
+    storage = storage_of(optimizer)
     numbers = (number for group in packed["param_groups"] for number in group["params"])
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     by_number = dict(zip(numbers, parameters, strict=True))
