@@ -18,7 +18,7 @@ import torch
 from narrowgate.models import GemTask
 from narrowgate.models.optimizers import AdamWithRowwiseAdagrad
 from narrowgate.models.presets import get_preset
-from narrowgate.precision import Shard, Spec, fused_adam, optimizer_state
+from narrowgate.precision import Shard, Spec, fused_adam, one_pass
 from narrowgate.precision.fused_adam import StoredMoment
 from narrowgate.precision.moments import MOMENTS, Place, restore, store
 from narrowgate.precision.optimizer_state import lower_state
@@ -527,7 +527,7 @@ def test_moments_in_each_others_place_are_not_taken(monkeypatch):
 
     monkeypatch.setattr(fused_adam, "kernels_on_cpu", lambda: True)
     asked: list[Any] = []
-    monkeypatch.setattr(optimizer_state, "take", lambda step, *_: asked.append(step))
+    monkeypatch.setattr(one_pass, "take", lambda step, *_: asked.append(step))
     ours, theirs = (lower_state(Swapped(parameters("cpu"), fused=True), "bf16") for _ in range(2))
     taken_apart(theirs)
     for step in range(3):
@@ -546,7 +546,7 @@ def test_a_call_that_is_not_taken_is_made_on_fp32_moments_and_not_asked_about_ag
         return False
 
     monkeypatch.setattr(fused_adam, "kernels_on_cpu", lambda: True)
-    monkeypatch.setattr(optimizer_state, "take", refuse)
+    monkeypatch.setattr(one_pass, "take", refuse)
     ours, theirs = (lower_state(AdamW(parameters("cpu"), fused=True), "bf16+sr", seed=3) for _ in range(2))
     taken_apart(theirs)
     for step in range(4):
@@ -568,7 +568,7 @@ def test_what_goes_wrong_in_a_step_leaves_moments_stored(monkeypatch):
     before = copy.deepcopy([ours.state[p]["exp_avg_sq"] for p in members(ours)])
     ours.__dict__["_narrowgate_storage"].apart.clear()
     monkeypatch.setattr(fused_adam, "kernels_on_cpu", lambda: True)
-    monkeypatch.setattr(optimizer_state, "take", fail)
+    monkeypatch.setattr(one_pass, "take", fail)
     with pytest.raises(RuntimeError, match="out of memory"):
         ours.step()
     for parameter, stored in zip(members(ours), before, strict=True):
