@@ -155,7 +155,7 @@ def _backward(
 
 
 def _copy(source: Tensor, target: Tensor) -> None:
-    """Copy [T, d] into rows that lie apart, 16 bytes at a time: by elements PyTorch reaches half of the bandwidth."""
+    """Copy [T, d] into rows that lie apart, 16 bytes at a time where PyTorch would take an element at a time."""
     wide = torch.complex128.itemsize
     places = [n * x.element_size() for x in (source, target) for n in (x.shape[1], x.stride(0), x.storage_offset())]
     if source.stride(1) == 1 and source.dtype == target.dtype and not any(place % wide for place in places):

@@ -281,3 +281,16 @@ def test_a_captured_step_is_replayed_on_the_stored_moments():
         optimizers[1].step()
     torch.cuda.synchronize()
     assert torch.equal(*parameters)
+
+
+@pytest.mark.parametrize(
+    ("fused", "spec", "gpu", "slower"),
+    [(None, "bf16+sr", True, True), (False, "bf16", True, True), (True, "bf16+sr", True, False),
+     (None, "fp8_e4m3/1x128+sr", True, False), (None, "bf16+sr", False, False)],
+)  # fmt: skip
+def test_a_step_that_bf16_moments_make_slower_is_warned_of(monkeypatch, recwarn, fused, spec, gpu, slower):
+    monkeypatch.setattr(optimizer_state, "_on_gpu", lambda parameter: gpu)
+    lower_state(Adam([nn.Parameter(torch.ones(64, 128))], fused=fused), spec)
+    found = [str(w.message) for w in recwarn if issubclass(w.category, RuntimeWarning)]
+    assert len(found) == slower
+    assert all("Adam is not fused" in text and "fused=True" in text for text in found)
