@@ -194,8 +194,8 @@ def _warn_if_slower(optimizer: Optimizer, spec: Spec) -> None:
     slow = any(_on_gpu(parameter) for parameters in unfused for parameter in parameters)
     if spec.format != "fp32" and spec.high_precision and slow:
         warnings.warn(
-            f"{_original(optimizer).__name__} is not fused: with moments in {spec} its step moves 60 bytes an element or"
-            " more, where fused=True moves 20 and FP32 moments 28",
+            f"{_original(optimizer).__name__} is not fused: with moments in {spec} its step moves 60 bytes an element"
+            " or more, where fused=True moves 20 and FP32 moments 28",
             RuntimeWarning,
             stacklevel=3,
         )
