@@ -25,6 +25,8 @@ from narrowgate.precision.optimizer_state import lower_state
 from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
+from .test_optimizer_wrapping import assert_replays
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 
@@ -585,24 +587,7 @@ def test_a_captured_step_is_replayed_on_the_stored_moments(warm, monkeypatch):
     from narrowgate.precision.kernels import adam
 
     monkeypatch.setattr(adam, "_launched", set())
-    group = [nn.Parameter(torch.ones(64, 128, device="cuda")) for _ in range(2)]
-    optimizers = [lower_state(Adam([p], lr=0.1, capturable=True, fused=True), "bf16+sr", seed=1) for p in group]
-    for parameter, optimizer in zip(group, optimizers, strict=True):
-        parameter.grad = torch.linspace(-1, 1, parameter.numel(), device="cuda").view(parameter.shape)
-        for _ in range(warm):
-            optimizer.step()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(stream), torch.cuda.graph(graph, stream=stream):
-        optimizers[0].step()
-    for _ in range(3):
-        graph.replay()
-        optimizers[1].step()
-    torch.cuda.synchronize()
-    assert torch.equal(*group)
-    states = [next(iter(optimizer.state.values())) for optimizer in optimizers]
-    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    assert_replays(warm, fused=True)
 
 
 @pytest.mark.gpu

@@ -264,13 +264,14 @@ def test_a_gpu_stores_what_quantizing_by_hand_makes_of_its_moments(spec, options
                     assert torch.equal(stored, x)
 
 
-@pytest.mark.gpu
-def test_a_captured_step_is_replayed_on_the_stored_moments():
-    parameters = [nn.Parameter(torch.ones(64, 128, device="cuda")) for _ in range(2)]
-    optimizers = [lower_state(Adam([p], lr=0.1, capturable=True), "bf16+sr", seed=1) for p in parameters]
-    for parameter, optimizer in zip(parameters, optimizers, strict=True):
-        parameter.grad = torch.linspace(-1, 1, 64 * 128, device="cuda").view(64, 128)
-        optimizer.step()  # compiles, and makes the state
+def assert_replays(warm: int, **options: Any) -> None:
+    """A step that was captured in a CUDA graph after ``warm`` others does on each replay what one outside does."""
+    group = [nn.Parameter(torch.ones(64, 128, device="cuda")) for _ in range(2)]
+    optimizers = [lower_state(Adam([p], lr=0.1, capturable=True, **options), "bf16+sr", seed=1) for p in group]
+    for parameter, optimizer in zip(group, optimizers, strict=True):
+        parameter.grad = torch.linspace(-1, 1, parameter.numel(), device="cuda").view(parameter.shape)
+        for _ in range(warm):
+            optimizer.step()  # compiles, and makes the state
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     graph = torch.cuda.CUDAGraph()
@@ -280,7 +281,14 @@ def test_a_captured_step_is_replayed_on_the_stored_moments():
         graph.replay()
         optimizers[1].step()
     torch.cuda.synchronize()
-    assert torch.equal(*parameters)
+    assert torch.equal(*group)
+    states = [next(iter(optimizer.state.values())) for optimizer in optimizers]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+@pytest.mark.gpu
+def test_a_captured_step_is_replayed_on_the_stored_moments():
+    assert_replays(1)
 
 
 @pytest.mark.parametrize(
