@@ -1,0 +1,184 @@
+"""The kernels of attention over jagged rows against their reference.
+
+They run on a GPU, or through Triton's interpreter (TRITON_INTERPRET=1), which does not multiply BF16.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from narrowgate.models.jagged_operator import gated_jagged_attention, jagged_attention
+from narrowgate.models.kernels.reference import ACTIVATIONS, Rules, reference_backward, reference_forward
+
+from .test_jagged_attention import DEAD, INTERPRETED, offsets
+
+DEVICE = "cpu" if INTERPRETED else "cuda"
+kernel_test = pytest.mark.skipif(False, reason="runs here") if INTERPRETED else pytest.mark.gpu
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the interpreter tiles are small, so that short rows are several of them."""
+    if INTERPRETED:
+        from narrowgate.models.kernels import launch
+
+        monkeypatch.setattr(launch, "SWEEPERS", 2)
+        sizes = {"forward": (16, 32), "query_gradient": (32, 16), "key_gradient": (16, 16)}
+        for name, (queries, keys) in sizes.items():
+            monkeypatch.setitem(launch.TILES, name, (launch.Tiles(queries, keys, 4, 1),) * 3)
+
+
+#: Lengths past several tiles of either size; empty queries, empty keys, both empty.
+LONG = [33, 0, 17, 1] if INTERPRETED else [700, 0, 129, 1, 64, 300]
+SHORT = [3, 9, 0, 5] if INTERPRETED else [8, 30, 0, 128, 1, 7]
+CASES = {
+    "everywhere": (LONG, SHORT, {}),
+    "few queries": (SHORT, LONG, {}),
+    "causal": (LONG, LONG, {"causal": True}),
+    "causal, ends aligned": (LONG, SHORT, {"causal": True}),
+    "window": (LONG, LONG, {"causal": True, "window": 7, "n_summary": 2}),
+    "window across tiles": (LONG, LONG, {"causal": True, "window": 20 if INTERPRETED else 200, "n_summary": 1}),
+    "window, ends aligned": (SHORT, LONG, {"causal": True, "window": 9, "n_summary": 3}),
+    "window of few keys": (LONG, SHORT, {"causal": True, "window": 4, "n_summary": 2}),
+}
+DTYPES = [torch.float32, torch.float16] if INTERPRETED else [torch.float32, torch.float16, torch.bfloat16]
+NEAR = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+
+
+def check(
+    queries: list[int], keys: list[int], dtype: torch.dtype, head: int, activation: str = "silu", *, reach: int = 0,
+    **rules: Any,
+) -> None:  # fmt: skip
+    made = Rules(**{
+        "max_q": max(queries), "max_kv": max(keys), "activation": activation, "scale": head**-0.5, "norm": 7.0, **rules
+    })  # fmt: skip
+    # As the model has them: what one projection put out, itself a chunk of a wider one.
+    layout = "vqk" if queries == keys else "q|kv"
+    counts = [sum(n) + DEAD for n in (queries, keys)]
+    sources = [
+        torch.randn(n, 3 + 2 * head * len(names)).to(DEVICE, dtype)[:, 3:].requires_grad_()
+        for n, names in zip(counts, layout.split("|"), strict=False)
+    ]
+    grad = torch.randn(counts[0], 2 * head).to(DEVICE, dtype)
+    first, second = offsets(queries).to(DEVICE), offsets(keys).to(DEVICE)
+    bias = torch.randn(2, reach, device=DEVICE, requires_grad=True) if reach else None
+    out = jagged_attention(sources, first, second, made, heads=2, layout=layout, bias=bias)
+    found = out, *torch.autograd.grad(out, [*sources, *([] if bias is None else [bias])], grad)
+    of_bias = None if bias is None else found[-1]
+    found = found[: 1 + len(sources)]
+    parts, of_parts = (
+        {
+            name: part.detach().double().unflatten(1, (2, head))
+            for x, names in zip(tensors, layout.split("|"), strict=True)
+            for name, part in zip(names, x.chunk(len(names), 1), strict=True)
+        }
+        for tensors in (sources, found[1:])
+    )
+    q, k, v = (parts[name] for name in "qkv")
+    above = grad.double().unflatten(1, (2, head))
+    wide = None if bias is None else bias.detach().double()
+    *gradients, expected_bias = reference_backward(above, q, k, v, first, second, made, wide)
+    expected = reference_forward(q, k, v, first, second, made, wide), *gradients
+    results = out.unflatten(1, (2, head)), *(of_parts[name] for name in "qkv")
+    for name, a, b in zip(("out", "of q", "of k", "of v"), results, expected, strict=True):
+        error = (a.double() - b).abs().max() / b.abs().max()
+        assert error < NEAR[dtype], f"{name}: {error:.1e}"
+        # Whole heads: of a row that is attended, single elements may round to zero or cancel in a narrow format.
+        zeros = ((x == 0).all(-1) for x in (a, b))
+        assert torch.equal(*zeros), f"{name}: zeros where nothing is attended"
+    assert all(x.dtype is dtype for x in found)
+    if of_bias is not None and expected_bias is not None:
+        assert expected_bias.abs().min() > 0, "every distance occurs"
+        error = (of_bias.double() - expected_bias).abs().max() / expected_bias.abs().max()
+        assert error < NEAR[dtype], f"of bias: {error:.1e}"
+
+
+@kernel_test
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_kernels_equal_the_reference(case: str, dtype: torch.dtype, small_tiles: None) -> None:
+    queries, keys, rules = CASES[case]
+    check(queries, keys, dtype, 16 if INTERPRETED else 128, **rules)
+
+
+@kernel_test
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_kernels_divide_by_the_root_mean_square(case: str, dtype: torch.dtype, small_tiles: None) -> None:
+    queries, keys, rules = CASES[case]
+    check(queries, keys, dtype, 16 if INTERPRETED else 128, eps=1e-2, **rules)
+
+
+@kernel_test
+@pytest.mark.parametrize("reach", [1, 4, 16 if INTERPRETED else 256])
+@pytest.mark.parametrize("case", [name for name, (_, _, rules) in CASES.items() if rules])
+def test_kernels_add_a_bias_of_distance(case: str, reach: int, small_tiles: None) -> None:
+    queries, keys, rules = CASES[case]
+    # A window shows no distances past it but to the closing queries, which see all of a row.
+    if reach > max(keys):
+        pytest.skip("no row is so long")
+    check(queries, keys, DTYPES[-1], 16 if INTERPRETED else 128, reach=reach, eps=1e-2, **rules)
+
+
+@kernel_test
+@pytest.mark.parametrize("activation", list(ACTIVATIONS))
+def test_kernels_know_every_activation(activation: str, small_tiles: None) -> None:
+    check(SHORT, SHORT, DTYPES[-1], 16, activation)
+
+
+@kernel_test
+@pytest.mark.parametrize("head", [4, 20] if INTERPRETED else [4, 20, 32, 64, 96])
+def test_heads_of_any_width(head: int, small_tiles: None) -> None:
+    check(SHORT, SHORT, DTYPES[-1], head, causal=True)
+    check(SHORT, SHORT, DTYPES[-1], head, causal=True, eps=1e-2)
+
+
+@kernel_test
+def test_rows_longer_than_the_bound_count_by_their_latest_tokens(small_tiles: None) -> None:
+    check(LONG, LONG, torch.float32, 16, max_q=18, max_kv=18, causal=True, window=5, n_summary=1)
+    check(LONG, LONG, torch.float32, 16, max_q=18, max_kv=18, causal=True, eps=1e-2)
+
+
+@kernel_test
+def test_no_rows_at_all(small_tiles: None) -> None:
+    x = torch.randn(4, 32, device=DEVICE, requires_grad=True)
+    at = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    for eps in (None, 1e-6):
+        rules = Rules(8, 8, "silu", 1.0, 1.0, causal=True, eps=eps)
+        out = jagged_attention([x, x, x], at, at, rules, heads=2)
+        (grad,) = torch.autograd.grad(out.sum(), x)
+        assert not out.any()
+        assert not grad.any()
+        empty = jagged_attention([x[:0], x, x], at, at, rules, heads=2)
+        assert empty.shape == (0, 32)
+
+
+@kernel_test
+@pytest.mark.skipif(INTERPRETED, reason="compares launches of a GPU")
+def test_kernels_repeat_to_the_bit(small_tiles: None) -> None:
+    x = torch.randn(sum(LONG), 3 * 128, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    at, rules = offsets(LONG).to(DEVICE), Rules(max(LONG), max(LONG), "silu", 0.125, 9.0, causal=True, eps=1e-6)
+    runs = []
+    for _ in range(3):
+        out = jagged_attention([x], at, at, rules, heads=2, layout="vqk")
+        runs.append((out, *torch.autograd.grad(out, x, out.detach())))
+    assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(run, runs[0], strict=True))
+
+
+@kernel_test
+@pytest.mark.parametrize("head", [3, 16])
+def test_kernels_leave_a_gate_alone(head: int, small_tiles: None) -> None:
+    at, rules = offsets(SHORT).to(DEVICE), Rules(max(SHORT), max(SHORT), "silu", 0.7, 3.0, causal=True, eps=1e-3)
+    uvqk = torch.randn(sum(SHORT) + DEAD, 8 * head, device=DEVICE, dtype=DTYPES[-1], requires_grad=True)
+    gate, out = gated_jagged_attention(uvqk, at, rules, heads=2)
+    assert torch.equal(gate, uvqk[:, : 2 * head])
+    above = torch.randn_like(gate)
+    (grad,) = torch.autograd.grad([gate, out], uvqk, [above, out.detach()])
+    assert torch.equal(grad[:, : 2 * head], above)
+    rest = uvqk[:, 2 * head :].detach().requires_grad_()
+    alone = jagged_attention([rest], at, at, rules, heads=2, layout="vqk")
+    (expected,) = torch.autograd.grad(alone, rest, out.detach())
+    assert torch.equal(out, alone)
+    assert torch.equal(grad[:, 2 * head :], expected)
