@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .cast_operators import kernels_on_cpu
 from .errors import NarrowgateError
 from .rounding import overflow_threshold
 
@@ -117,17 +118,33 @@ def roll(histories: Sequence[AmaxHistory], group: ProcessGroup | None = None) ->
     """
     if not histories:
         return
+    # A few operations for all histories of one length, not a few for each: a model has hundreds.
+    by_length: dict[int, list[AmaxHistory]] = {}
+    for history in histories:
+        by_length.setdefault(len(history.history), []).append(history)
+    if group is None and _kernels_for(histories[0].history):
+        from .kernels.roll import roll_in_one
+
+        by_length = {
+            length: alike
+            for length, alike in by_length.items()
+            if not roll_in_one([h.history for h in alike], [h.pending for h in alike], _NOTHING)
+        }
+        histories = [history for alike in by_length.values() for history in alike]
+        if not histories:
+            return
     pending = torch.stack([history.pending for history in histories])
     if group is not None:
         torch.distributed.all_reduce(pending, torch.distributed.ReduceOp.MAX, group)
-    # A few operations for all histories of one length, not a few for each: a model has hundreds.
-    by_length: dict[int, list[int]] = {}
-    for index, history in enumerate(histories):
-        by_length.setdefault(len(history.history), []).append(index)
-    for indices in by_length.values():
-        entries = [histories[i].history for i in indices]
-        held, newest = torch.stack(entries), torch.stack([pending[i] for i in indices]).unsqueeze(1)
-        rolled = torch.where(newest >= 0, torch.cat((newest, held[:, :-1]), 1), held)
+    newest = dict(zip(map(id, histories), pending.unbind(), strict=True))
+    for alike in by_length.values():
+        entries = [history.history for history in alike]
+        held, latest = torch.stack(entries), torch.stack([newest[id(history)] for history in alike]).unsqueeze(1)
+        rolled = torch.where(latest >= 0, torch.cat((latest, held[:, :-1]), 1), held)
         torch._foreach_copy_(entries, list(rolled.unbind()))  # type: ignore[attr-defined]
     cleared = [history.pending for history in histories]
     torch._foreach_copy_(cleared, [torch.full_like(pending[0], _NOTHING)] * len(cleared))  # type: ignore[attr-defined]
+
+
+def _kernels_for(history: Tensor) -> bool:
+    return (history.is_cuda or kernels_on_cpu()) and not torch.compiler.is_compiling()
