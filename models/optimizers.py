@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.adam import adam
 
+from ..precision.cast_operators import kernels_on_cpu
 from .presets import TrainingConfig
 from .schedule import learning_rate, scheduled_adam
 
@@ -72,7 +73,7 @@ class AdamWithRowwiseAdagrad(Optimizer):
             if not parameters:
                 continue
             if group["rowwise"]:
-                for parameter in parameters:
+                for parameter in self._in_one_launch(parameters, group):
                     self._rowwise(parameter, group)
             else:
                 self._adam(parameters, group)
@@ -103,12 +104,34 @@ class AdamWithRowwiseAdagrad(Optimizer):
             maximize=False,
         )
 
-    def _rowwise(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
-        grad, state = _gradient(parameter), self.state[parameter]
+    def _in_one_launch(self, tables: list[nn.Parameter], group: dict[str, Any]) -> list[nn.Parameter]:
+        """Step the tables of a GPU that its kernel can take; returns the others."""
+        device = tables[0].device
+        if not (device.type == "cuda" or kernels_on_cpu()) or torch.compiler.is_compiling():
+            return tables
+        if isinstance(group["lr"], Tensor):
+            return tables
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return tables  # a replay would read this step's addresses of gradients
+        from .kernels.rowwise_adagrad import step_tables, takes
+
+        taken = [p for p in tables if p.device == device and takes(p, _gradient(p))]
+        if taken:
+            totals = [self._total(p) for p in taken]
+            step_tables(taken, [_gradient(p) for p in taken], totals, group["lr"], group["eps"])
+        done = {id(p) for p in taken}
+        return [p for p in tables if id(p) not in done]
+
+    def _total(self, parameter: nn.Parameter) -> Tensor:
+        """The accumulators of a table, FP32 [rows]."""
+        state = self.state[parameter]
         if not state:
             # By rows as the table is, also where ranks have some each.
             state["sum"] = torch.zeros_like(parameter.detach()[:, 0], dtype=torch.float32)
-        total: Tensor = state["sum"]
+        return state["sum"]
+
+    def _rowwise(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+        grad, total = _gradient(parameter), self._total(parameter)
         if grad.is_sparse:
             grad = grad.coalesce()
             rows, values = grad.indices()[0], grad.values()

@@ -10,8 +10,14 @@ import torch
 from narrowgate.models import GemTask, Preset
 from narrowgate.models.optimizers import AdamWithRowwiseAdagrad, table_parameters
 from narrowgate.models.schedule import learning_rate
+from narrowgate.precision.cast_operators import kernels_on_cpu
 from narrowgate.recipes import apply_recipe, recipe_state
 from torch import nn
+
+KERNELS_ON = [
+    pytest.param("cpu", marks=pytest.mark.skipif(not kernels_on_cpu(), reason="needs Triton's interpreter")),
+    pytest.param("cuda", marks=pytest.mark.gpu),
+]
 
 
 @pytest.fixture
@@ -57,6 +63,60 @@ def test_sparse_gradients_give_what_dense_ones_give() -> None:
         found.append(table.weight.detach())
     torch.testing.assert_close(found[1], found[0])
     assert torch.equal(found[1][3], weight[3])
+
+
+@pytest.mark.parametrize("device", KERNELS_ON)
+def test_tables_of_all_sizes_step_in_one_launch_as_their_formula_says(device: str) -> None:
+    shapes = [(300, 16), (1, 16), (77, 16), (0, 16), (33, 5), (3, 700)]
+    tables = [nn.Parameter(torch.randn(shape, device=device)) for shape in shapes]
+    expected = [table.detach().double() for table in tables]
+    totals = [torch.zeros(table.shape[0], dtype=torch.float64, device=device) for table in tables]
+    optimizer = AdamWithRowwiseAdagrad([], tables, lr=0.1, table_lr=0.3)
+    for _ in range(3):
+        for table, total, exact in zip(tables, totals, expected, strict=True):
+            table.grad = torch.randn_like(table)
+            table.grad[::3] = 0
+            grad = table.grad.double()
+            total += (grad**2).mean(1)
+            exact -= torch.where(grad != 0, 0.3 * grad / (total.sqrt() + 1e-8).unsqueeze(1), 0)
+        # A square that underflows: such a row has a gradient all the same.
+        tables[0].grad[3] = 1e-30
+        expected[0][3] -= 0.3 * 1e-30 / (totals[0][3].sqrt() + 1e-8)
+        versions = [table._version for table in tables]
+        optimizer.step()
+        assert all(table._version > before for table, before in zip(tables, versions, strict=True))
+    for table, total, exact in zip(tables, totals, expected, strict=True):
+        torch.testing.assert_close(table.double(), exact, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(optimizer.state[table]["sum"].double(), total, rtol=1e-5, atol=1e-12)
+
+
+@pytest.mark.parametrize("device", KERNELS_ON)
+def test_a_table_that_the_launch_cannot_take_is_stepped_all_the_same(device: str) -> None:
+    plain, turned, halves = (nn.Parameter(torch.ones(6, 4, device=device)) for _ in range(3))
+    turned.data = torch.ones(4, 6, device=device).t()
+    halves.data = halves.data.bfloat16()
+    optimizer = AdamWithRowwiseAdagrad([], [plain, turned, halves], lr=0.1, table_lr=0.25)
+    for table in (plain, turned, halves):
+        table.grad = torch.ones_like(table)
+    plain.grad[1] = torch.nan
+    optimizer.step()
+    assert plain[1].isnan().all()
+    for table in (plain[2:], turned, halves):
+        assert (table == 0.75).all()
+
+
+@pytest.mark.gpu
+def test_a_captured_step_of_tables_follows_the_gradients_of_each_replay() -> None:
+    table = nn.Parameter(torch.ones(6, 4, device="cuda"))
+    optimizer = AdamWithRowwiseAdagrad([], [table], lr=0.1, table_lr=0.25)
+    table.grad = torch.zeros_like(table)
+    optimizer.step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    table.grad.fill_(2.0)
+    graph.replay()
+    torch.testing.assert_close(table.detach(), torch.full_like(table, 0.75))
 
 
 def test_the_task_gives_tables_to_adagrad_and_all_rates_follow_the_schedule(tabled: GemTask) -> None:
