@@ -24,8 +24,9 @@ MAX_WIDTH = 4096
 
 @triton.jit
 def rowwise_adagrad_kernel(
-    tables, firsts, lr, eps, WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, TABLES: tl.constexpr
-):
+    tables, firsts, lr, eps,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, TABLES: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
     """Step ``ROWS`` rows of one table.
 
     Args:
@@ -38,6 +39,7 @@ def rowwise_adagrad_kernel(
         PADDED: the next power of two.
         ROWS: of a program.
         TABLES: the next power of two of n.
+        ALIGNED: weights and gradients begin at multiples of 16 bytes: an address from memory does not say so itself.
     """
     program = tl.program_id(0).to(tl.int64)
     first = tl.load(firsts + tl.arange(0, TABLES))
@@ -46,6 +48,8 @@ def rowwise_adagrad_kernel(
     weight = tl.load(tables + 4 * index + 1).to(tl.pointer_type(tl.float32))
     grad = tl.load(tables + 4 * index + 2).to(tl.pointer_type(tl.float32))
     total = tl.load(tables + 4 * index + 3).to(tl.pointer_type(tl.float32))
+    if ALIGNED:
+        weight, grad = tl.multiple_of(weight, 16), tl.multiple_of(grad, 16)
     rows = (program - tl.load(firsts + index)) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, PADDED)
     at = rows[:, None] * WIDTH + columns[None, :]
@@ -90,9 +94,10 @@ def step_tables(weights: Sequence[Tensor], grads: Sequence[Tensor], totals: Sequ
     for width, members in by_width.items():
         padded = triton.next_power_of_2(width)
         rows = max(1, _TILE // padded)
-        facts, firsts, programs = [], [], 0
+        facts, firsts, programs, addresses = [], [], 0, 0
         for i in members:
             facts += [weights[i].shape[0], weights[i].data_ptr(), grads[i].data_ptr(), totals[i].data_ptr()]
+            addresses |= weights[i].data_ptr() | grads[i].data_ptr()
             firsts.append(programs)
             programs += triton.cdiv(weights[i].shape[0], rows)
         several = triton.next_power_of_2(len(members))
@@ -104,7 +109,7 @@ def step_tables(weights: Sequence[Tensor], grads: Sequence[Tensor], totals: Sequ
         with torch.cuda.device(device if device.type == "cuda" else -1):
             rowwise_adagrad_kernel[(programs,)](
                 described, described[len(facts) :], lr, eps,
-                WIDTH=width, PADDED=padded, ROWS=rows, TABLES=several, num_warps=_WARPS,
+                WIDTH=width, PADDED=padded, ROWS=rows, TABLES=several, ALIGNED=addresses % 16 == 0, num_warps=_WARPS,
             )  # fmt: skip
     # Nothing else tells autograd that these were written.
     torch.autograd.graph.increment_version([*weights, *totals])

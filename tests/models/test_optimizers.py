@@ -69,6 +69,7 @@ def test_sparse_gradients_give_what_dense_ones_give() -> None:
 def test_tables_of_all_sizes_step_in_one_launch_as_their_formula_says(device: str) -> None:
     shapes = [(300, 16), (1, 16), (77, 16), (0, 16), (33, 5), (3, 700)]
     tables = [nn.Parameter(torch.randn(shape, device=device)) for shape in shapes]
+    tables.append(nn.Parameter(torch.randn(1 + 9 * 8, device=device)[1:].view(9, 8)))  # not on a multiple of 16 bytes
     expected = [table.detach().double() for table in tables]
     totals = [torch.zeros(table.shape[0], dtype=torch.float64, device=device) for table in tables]
     optimizer = AdamWithRowwiseAdagrad([], tables, lr=0.1, table_lr=0.3)
