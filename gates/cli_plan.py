@@ -15,6 +15,7 @@ from .cli_options import Backend, Json, Model, Recipe, Task, device_names
 if TYPE_CHECKING:
     from torch import nn
 
+    from ..precision.exchanged_rows import Exchanged
     from ..recipes.plan import Plan
     from ..recipes.topology import Topology
     from ..recipes.wire_plan import Wire
@@ -178,7 +179,7 @@ def plan_command(options: PlanOptions) -> None:
     from ..precision.errors import NarrowgateError
     from ..recipes import load_rates, load_recipe, resolve
     from ..recipes.saved_activations import save_format
-    from .rows import trace_casts, trace_rows, trace_saved, trace_step
+    from .rows import trace_casts, trace_lookups, trace_rows, trace_saved, trace_step
     from .task import TaskSource
 
     traced = options.trace or options.data is not None
@@ -211,7 +212,7 @@ def plan_command(options: PlanOptions) -> None:
         # In memory, not on the meta device: autocast, which knows no such device, decides what is BF16.
         plan = plan.with_casts(trace_casts(replace(source, device="cpu").open(), built, plan))
     if options.wire.shards:
-        _print_wire(built, plan, options)
+        _print_wire(built, plan, options, None if plan.tables is None else trace_lookups(task, built))
     elif options.json:
         sys.stdout.write(plan.to_json())
     elif sys.stdout.isatty():
@@ -226,8 +227,11 @@ def plan_command(options: PlanOptions) -> None:
 _GPUS = (8, 64, 4096)
 
 
-def _print_wire(model: nn.Module, plan: Plan, options: PlanOptions) -> None:
-    """Print what a sharded step puts on the wire, in every layout that was asked for."""
+def _print_wire(model: nn.Module, plan: Plan, options: PlanOptions, exchanged: Exchanged | None) -> None:
+    """Print what a sharded step puts on the wire, in every layout that was asked for.
+
+    ``exchanged`` is what every rank asks of embedding tables, where the recipe has them exchange rows.
+    """
     from ..precision.errors import NarrowgateError
     from ..recipes.topology import example_topology, load_topology
     from ..recipes.wire_plan import Layout, predict_wire
@@ -252,7 +256,7 @@ def _print_wire(model: nn.Module, plan: Plan, options: PlanOptions) -> None:
     layouts = dict.fromkeys(
         Layout(gpus, shard) for gpus in asked.gpus or _GPUS for shard in (gpus, group) if shard <= gpus
     )
-    wires = [predict_wire(model, plan, layout, topology, sharding) for layout in layouts]
+    wires = [predict_wire(model, plan, layout, topology, sharding, exchanged) for layout in layouts]
     if options.json:
         facts = {"topology": topology.model_dump(), "layouts": [wire.to_dict() for wire in wires]}
         print(json.dumps({**plan.to_dict(), "wire": facts}, indent=2, ensure_ascii=False))
@@ -285,6 +289,11 @@ def wire_lines(plan: Plan, topology: Topology, sharding: Sharding, wires: Sequen
     padded = max((entry.padding / entry.total for wire in wires for entry in wire.recipe.traffic), default=0.0)
     if round(padded, 4):
         lines.append(f"Padding of uneven shards is counted: up to {padded:.2%} of a collective.")
+    if plan.tables is not None:
+        lines.append(
+            f"Rows of embedding tables travel as {plan.tables}, beside BF16; each GPU asks for those of one training"
+            " batch, and the figures are of the GPU that hands over most."
+        )
     lines += _bounds(plan, wires)
     return lines
 

@@ -2,14 +2,15 @@
 
 **Bytes** are counted at the collectives of one eager step of each arm (:class:`narrowgate.precision.WireCount`) and
 stand beside those that :mod:`narrowgate.recipes.wire_plan` plans for the recipe. A setting that something on the way
-ignored shows as a difference (:mod:`narrowgate.gates.gate_wire`).
+ignored shows as a difference (:mod:`narrowgate.gates.gate_wire`). Where ranks exchange rows of embedding tables, bytes
+differ by rank: they are those of the rank that hands over most, in both arms.
 
 **Times** are the slowest rank's. All arms take turns within each round: the step; the same step with *local*
 collectives, in which a gather repeats this rank's shard in place of the others' (the same writes to memory, nothing on
-the wire) and a reduce-scatter keeps this rank's part; and a step of the whole model on each rank alone, on as many
-rows. Exposed communication is the first less the second; the third over the first is the throughput of a GPU among
-the ranks over that of a GPU alone. Weights hardly move meanwhile: steps without a wire would drive ranks apart. On a
-CPU the same code runs in a few rounds, and its times mean nothing.
+the wire), a reduce-scatter keeps this rank's part, and a rank's own tables answer for all; and a step of the whole
+model on each rank alone, on as many rows. Exposed communication is the first less the second; the third over the first
+is the throughput of a GPU among the ranks over that of a GPU alone. Weights hardly move meanwhile: steps without a wire
+would drive ranks apart. On a CPU the same code runs in a few rounds, and its times mean nothing.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from ..models.embedding_exchange import exchanged_tables
 from ..precision.wire import WireCount
 from ..recipes.topology import example_topology
 from ..recipes.wire_plan import Layout, Payload, predict_wire
@@ -29,13 +31,14 @@ from .measurements_distributed import DistributedArm, DistributedRun, Planned, R
 from .policy import SpeedPlan
 from .rank_arm import RankArm
 from .ranks import Ranks
-from .sharded import RankTimer, Switch, switch_collectives, without_wire
+from .sharded import Local, RankTimer, switch_collectives, without_wire
 from .speed import CudaTimer, HostTimer, StepFunction, run_quartets, stage
 from .train import Arm, honest_compilation, seed_generators
 
 if TYPE_CHECKING:
     import torch
 
+    from ..precision.exchanged_rows import Request
     from ..recipes.plan import Plan
     from .task import Task
 
@@ -46,14 +49,26 @@ _WARMUP_ROUNDS = 3
 _SHARE = 0.5
 
 
+@dataclass(frozen=True)
+class _Sent:
+    """What one rank handed over in a step."""
+
+    #: By collective and dtype's name.
+    bytes: dict[tuple[str, str], int]
+    calls: dict[str, int]
+
+
 @dataclass
 class _Running:
     """An arm that is sharded and warm."""
 
     step: StepFunction
     #: None where the recipe reduces gradients itself or replicas do, which nothing can stand in for.
-    switches: tuple[Switch, ...] | None
-    wire: WireCount
+    switches: tuple[Local, ...] | None
+    #: By rank.
+    sent: list[_Sent]
+    #: Of each lookup in tables that lie on several ranks, what all of them asked for.
+    lookups: tuple[tuple[Request, ...], ...]
 
 
 def measure_distributed(
@@ -78,13 +93,13 @@ def measure_distributed(
     """
     began = time.perf_counter()
     gpu = arms[0].device.type == "cuda"
-    payloads = planned_wire(arms[1].task, arms[1].device, plan, ranks.count, ranks.replicas)
     with honest_compilation():
         batches = stage(arms[0].batches(0)[0], arms[0].device, speed.steps_per_block if gpu else 1)
         running = []
         for arm, name in zip(arms, ("baseline", "candidate"), strict=True):
             told(f"counting what the {name} sends")
             running.append(_ready(arm, batches))
+        payloads = planned_wire(arms[1].task, arms[1].device, plan, ranks.count, ranks.replicas, running[1].lookups)
         steps = {}
         for name, one in zip(("baseline", "candidate"), running, strict=True):
             steps[name] = one.step
@@ -108,7 +123,10 @@ def measure_distributed(
         own = RankTime(
             ms=times[name], local_ms=times.get(f"{name} local"), alone_ms=times.get(f"{name} alone"), rounds=rounds
         )
-        made.append(DistributedArm(wire=_wire(one.wire, payload, plan if name == "candidate" else None), time=own))
+        sent = one.sent[payload.rank]
+        wire = _wire(sent, payload, plan if name == "candidate" else None)
+        tables = arms[len(made)].tables
+        made.append(DistributedArm(wire=wire.model_copy(update={"tables": tables and str(tables)}), time=own))
     for arm in (*arms, *(alone or ())):
         arm.park()
         if isinstance(arm, RankArm):
@@ -129,14 +147,21 @@ def _ready(arm: RankArm, batches: Sequence[Any]) -> _Running:
     arm.steady = True
     train, model = arm.stepper(0), arm.module_in_place()
     # With low-precision gradients FSDP2's own reduce-scatter is taken already; its all-reduce never is anybody's.
-    switches = None if arm.reduces_itself or arm.sends_beside_shards else switch_collectives(model)
+    switches = None
+    if not (arm.reduces_itself or arm.sends_beside_shards):
+        switches = (*switch_collectives(model), *([] if arm.exchange is None else [arm.exchange]))
     wire = WireCount()
     # Nothing compiles under a dispatch mode.
     with arm.eagerly():
         train(batches[0])  # until the first step no amax is known
         with wire:
             train(batches[0])
-    return _Running(_on(train, batches), switches, wire)
+    own = _Sent(
+        {(name, str(dtype).removeprefix("torch.")): count for (name, dtype), count in wire.bytes.items()},
+        dict(wire.calls),
+    )
+    lookups = () if arm.exchange is None else tuple(arm.exchange.asked.values())
+    return _Running(_on(train, batches), switches, arm.job.gather(own), lookups)
 
 
 def _on(step: Callable[[Any], None], batches: Sequence[Any]) -> StepFunction:
@@ -144,23 +169,39 @@ def _on(step: Callable[[Any], None], batches: Sequence[Any]) -> StepFunction:
 
 
 def planned_wire(
-    task: Task, device: torch.device, plan: Plan, ranks: int, replicas: int = 1
+    task: Task,
+    device: torch.device,
+    plan: Plan,
+    ranks: int,
+    replicas: int = 1,
+    lookups: tuple[tuple[Request, ...], ...] = (),
 ) -> tuple[Payload, Payload]:
     """Return what a step of ``ranks`` ranks, in so many ``replicas``, sends in BF16, and as a candidate's plan says.
 
+    Args:
+        task: builds the model.
+        device: where.
+        plan: the candidate's.
+        ranks: of the job.
+        replicas: groups of ranks that hold a whole model each, in shards.
+        lookups: what all ranks ask of tables that lie on one rank each, if the plan has such.
+
     Raises:
-        NarrowgateError: a parameter that FSDP2 cannot shard, or a weight that could not be gathered as planned.
+        NarrowgateError: a parameter that FSDP2 cannot shard, a weight that could not be gathered as planned, or no
+            tables of which rows could be exchanged as planned.
     """
     seed_generators(0)
     model = task.build_model().to(device)
     # Bytes do not depend on the links: any will do that join so many.
     links = example_topology()
     joined = links.model_copy(update={"domain": links.domain.model_copy(update={"gpus": ranks}), "zone": None})
-    wire = predict_wire(model, plan, Layout(ranks, ranks // replicas), joined, Sharding(joint_amaxes=True))
+    exchanged = None if plan.tables is None else replace(exchanged_tables(model), lookups=lookups)
+    layout = Layout(ranks, ranks // replicas)
+    wire = predict_wire(model, plan, layout, joined, Sharding(joint_amaxes=True), exchanged)
     return wire.plain, wire.recipe
 
 
-def _wire(counted: WireCount, payload: Payload, plan: Plan | None) -> Wire:
+def _wire(counted: _Sent, payload: Payload, plan: Plan | None) -> Wire:
     gather = None if plan is None or plan.gather.high_precision else str(plan.gather)
     return Wire(
         all_gather=gather,
@@ -171,7 +212,7 @@ def _wire(counted: WireCount, payload: Payload, plan: Plan | None) -> Wire:
             for entry in payload.traffic
         ),
         counted=tuple(
-            Traffic(collective=name, dtype=str(dtype).removeprefix("torch."), bytes=count)
+            Traffic(collective=name, dtype=dtype, bytes=count)
             for (name, dtype), count in sorted(counted.bytes.items(), key=str)
         ),
         calls=dict(sorted(counted.calls.items())),

@@ -11,6 +11,7 @@ from .measurements_distributed import DistributedArm, DistributedRun
 from .report import Level
 
 _BASELINE = "the same step in BF16: weights gathered and gradients reduced in BF16"
+_TABLES = ", rows of embedding tables and their gradients exchanged in BF16"
 #: What a time is called that says nothing.
 EMULATED = "emulated over Gloo on a CPU, not judged; bytes are real"
 
@@ -49,6 +50,9 @@ def distributed_level(m: Measurements, alpha: float) -> Level:
             "ci_high": math.exp(ratio.upper(alpha)),
             "stopped": run.step.stopped,
         }
+    if run.baseline.wire.tables is not None:
+        scope += ", of the rank that hands over most"
+        return Level(status="measured", baseline=_BASELINE + _TABLES, scope=scope, results=results)
     return Level(status="measured", baseline=_BASELINE, scope=scope, results=results)
 
 
@@ -67,7 +71,8 @@ def arm_results(arm: DistributedArm) -> dict[str, Any]:
         if entry.bytes:
             counted.setdefault(entry.collective, {})[entry.dtype] = entry.bytes
     return {
-        "payload": {"all_gather": wire.all_gather or "bf16", "reduce_scatter": wire.reduce_scatter or "bf16"},
+        "payload": {"all_gather": wire.all_gather or "bf16", "reduce_scatter": wire.reduce_scatter or "bf16"}
+        | ({} if wire.tables is None else {"tables": wire.tables}),
         "gathered_layers": wire.gathered,
         "step_ms": found.ms,
         "local_ms": found.local_ms,
@@ -83,14 +88,23 @@ def arm_results(arm: DistributedArm) -> dict[str, Any]:
 
 
 def _ratio(run: DistributedRun) -> dict[str, float]:
-    """Return the candidate's bytes over the baseline's: of gathers, and of all collectives."""
+    """Return the candidate's bytes over the baseline's: of gathers, of rows of tables, and of all collectives."""
     own, base = run.candidate.wire.counted_bytes(), run.baseline.wire.counted_bytes()
     found = {}
     if base.get("all_gather"):
         found["all_gather"] = own.get("all_gather", 0) / base["all_gather"]
+    if run.baseline.wire.tables is not None and run.candidate.wire.reduce_scatter is None:
+        rows = [_rows_bytes(arm) for arm in (run.candidate, run.baseline)]
+        if rows[1]:
+            found["tables"] = rows[0] / rows[1]
     if base:
         found["all"] = sum(own.values()) / sum(base.values())
     return found
+
+
+def _rows_bytes(arm: DistributedArm) -> int:
+    """Bytes of rows of tables and their gradients, without the ids that ask for them."""
+    return sum(e.bytes for e in arm.wire.counted if e.collective == "all_to_all" and e.dtype != "int64")
 
 
 #: Heads of the columns of :func:`arm_rows`.
@@ -142,6 +156,12 @@ def distributed_lines(level: Level) -> list[str]:
     results = level.results
     gathered = results["payload_ratio"].get("all_gather")
     ratio = "" if gathered is None else f"; the candidate gathers {gathered:.3f} of the baseline's bytes"
+    rows = results["candidate"]["payload"].get("tables")
+    if rows is not None:
+        share = results["payload_ratio"].get("tables")
+        ratio += f"; rows of embedding tables are exchanged as {rows}, by the baseline as"
+        ratio += f" {results['baseline']['payload']['tables']}"
+        ratio += "" if share is None else f": {share:.3f} of the baseline's bytes"
     replicas = results.get("replicas", 1)
     layout = "" if replicas == 1 else f" in {replicas} replicas"
     lines = [f"{results['ranks']} ranks{layout} over {results['transport']}, times {results['times']}{ratio}"]

@@ -9,7 +9,11 @@ from .measurements import Measurements
 from .measurements_distributed import DistributedRun
 
 #: By setting: the collectives whose bytes follow from it.
-_SETTINGS = {"all_gather": ("all_gather",), "reduce_scatter": ("reduce_scatter", "all_to_all")}
+_SETTINGS = {
+    "all_gather": ("all_gather",),
+    "reduce_scatter": ("reduce_scatter", "all_to_all"),
+    "tables": ("all_to_all",),
+}
 
 
 def wire_faults(m: Measurements) -> list[Reason]:
@@ -45,12 +49,18 @@ def _ignored(run: DistributedRun) -> Iterator[str]:
                 f"{head}: a rank handed over {sent} bytes a step{as_bf16}, where {due} are planned (BF16: {bf16})."
                 " Something on the way ignored the setting, so another recipe was measured."
             )
+        elif not exact and setting == "tables" and wire.reduce_scatter is None and sent > bf16:
+            # Formats may cost as much as BF16, which is then what was asked for, but never more.
+            yield (
+                f"{head}: a rank handed over {sent} bytes a step, and the baseline in BF16 {bf16}."
+                " Something on the way ignored the setting, so another recipe was measured."
+            )
         elif not exact and setting == "all_gather" and sent >= bf16:
             yield (
                 f"{head}: a rank handed over {sent} bytes a step, and the baseline in BF16 {bf16}."
                 " Something on the way ignored the setting, so another recipe was measured."
             )
-        elif not exact and setting == "reduce_scatter" and not counted.get("all_to_all"):
+        elif not exact and setting == "reduce_scatter" and not counted.get("all_to_all") and wire.tables is None:
             yield (
                 f"{head}: gradients went through a reduce-scatter of {sent} bytes a step, not as codes."
                 " Something on the way ignored the setting, so another recipe was measured."

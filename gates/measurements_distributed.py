@@ -35,6 +35,8 @@ class Wire(Record):
     #: How the recipe wants weights to be gathered and gradients to be reduced; None is as the baseline does, in BF16.
     all_gather: str | None = None
     reduce_scatter: str | None = None
+    #: How rows of embedding tables are exchanged, in the baseline too; None: tables are weights. Since minor 5.
+    tables: str | None = None
     #: Weights that the plan gathers in that format.
     gathered: int = 0
     planned: tuple[Planned, ...]

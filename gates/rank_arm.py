@@ -5,7 +5,8 @@ those of whole gradients, predictions those of all rows in the task's order. So 
 verdicts included, follows alike on every rank.
 
 Weights and gradients travel in BF16 but for what the recipe's ``shards`` say, and both arms compute in BF16 autocast,
-on any device. Tables are sharded as everything else is.
+on any device. Tables are sharded as everything else is; or, where a recipe has ``shards.tables``, they lie on one rank
+each and rows are exchanged (:mod:`narrowgate.models.embedding_exchange`), in both arms, by the baseline in BF16.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from ..models.embedding_exchange import EmbeddingExchange, absent_tables, own_tables, shard_tables
 from ..models.prediction import Prediction
 from ..precision.errors import NarrowgateError
 from ..precision.observer import OperandNumerics
@@ -40,7 +42,7 @@ from .task import Task
 from .train import Arm, Trained, Watch
 
 if TYPE_CHECKING:
-    from ..recipes.recipe import Recipe
+    from ..recipes.recipe import Recipe, Tables
 
 #: So small that steps which send nothing, in which ranks part, do no harm to what is timed after them.
 _RATE = 1e-6
@@ -54,11 +56,14 @@ class RankArm(Arm):
         ranks: the job; None only where a dataclass needs a default.
         view: this rank's data.
         steady: for timing: leave the weights nearly as they are.
+        tables: how rows of embedding tables travel; None: tables are weights as all others.
     """
 
     ranks: Ranks | None = None
     view: RankTask | None = None
     steady: bool = False
+    tables: Tables | None = None
+    _exchange: EmbeddingExchange | None = None
 
     @property
     def job(self) -> Ranks:
@@ -83,7 +88,15 @@ class RankArm(Arm):
             self.job.watch.tick()
             watch(step, steps, loss)
 
-        return merged(self.job.gather(super().train(seed, told)))
+        return merged(self.job.gather(self._told_of_tables(super().train(seed, told))))
+
+    def start(self, seed: int) -> str:
+        """As :meth:`Arm.start`; rows of tables are rounded under the seed too, from the first lookup on."""
+        weights = super().start(seed)
+        if self._exchange is not None:
+            self._exchange.seed = seed
+            self._exchange.draws.clear()
+        return weights
 
     def batches(self, seed: int) -> tuple[Iterator[Any], int | None]:
         """Return this rank's batches of a seed, and how many steps they make."""
@@ -103,7 +116,7 @@ class RankArm(Arm):
 
     def discard(self) -> None:
         """Drop the model and what was compiled of it."""
-        self._model = self._callable = self._plan = self._fresh_state = None
+        self._model = self._callable = self._plan = self._fresh_state = self._exchange = None
         super().park()
 
     @property
@@ -111,9 +124,19 @@ class RankArm(Arm):
         """BF16, in which weights are gathered too."""
         return Arithmetic(self.device, bf16=True)
 
-    def eagerly(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which compiled units run uncompiled."""
-        return torch.compiler.set_stance("force_eager") if self.compiled else contextlib.nullcontext()
+    @contextlib.contextmanager
+    def eagerly(self) -> Iterator[None]:
+        """Within, compiled units run uncompiled. What passes there draw of an exchange of rows is drawn again."""
+        draws = None if self._exchange is None else dict(self._exchange.draws)
+        with torch.compiler.set_stance("force_eager") if self.compiled else contextlib.nullcontext():
+            yield
+        if self._exchange is not None and draws is not None:
+            self._exchange.draws = draws
+
+    @property
+    def exchange(self) -> EmbeddingExchange | None:
+        """What exchanges rows of the model that was started last; None where nothing does."""
+        return self._exchange
 
     @property
     def reduces_itself(self) -> bool:
@@ -130,11 +153,30 @@ class RankArm(Arm):
         assert self._model is not None
         return self._model
 
+    def _told_of_tables(self, trained: Trained) -> Trained:
+        # As of a weight none of whose rows are here: this rank has seen no gradient.
+        if self.tables is None or not trained.observed.steps:
+            return trained
+        absent = absent_tables(self.module_in_place())
+        still = (*trained.observed.without_gradient, *absent)
+        return replace(trained, observed=replace(trained.observed, without_gradient=still))
+
     def _prepared(self, model: nn.Module) -> Any:
         from ..recipes.wire_units import default_units
 
-        shard(model, default_units(model), self.job.mesh, compiled=bool(self.compiled))
+        ignored: list[nn.Parameter] = []
+        if self.tables is not None:
+            # Among all ranks, also where there are replicas of the rest.
+            self._exchange = shard_tables(model, forward=self.tables.forward, backward=self.tables.backward)
+            ignored = own_tables(model)
+        shard(model, default_units(model), self.job.mesh, compiled=bool(self.compiled), ignored=ignored)
         return model
+
+    def _made_optimizer(self) -> Any:
+        optimizer = super()._made_optimizer()
+        if self.tables is not None:
+            apart(optimizer)
+        return optimizer
 
     def _rows(self, recipe: Recipe, model: nn.Module) -> dict[str, int] | None:
         # Rows of jagged batches differ by rank; what is decided by them must not.
@@ -163,12 +205,17 @@ class RankArm(Arm):
 
     def _noted(self, loss: Tensor, model: nn.Module) -> Tensor:
         # FP64 [2]: this rank's loss, and the sum of squares over its rows of the gradients.
-        squares = [torch.linalg.vector_norm(g, dtype=torch.float64).square() for g in _local_gradients(model)]
+        # A table has one owner, whereas each replica has all other gradients.
+        own = {id(p) for p in own_tables(model)} if self.tables is not None else set[int]()
+        squares = [
+            torch.linalg.vector_norm(grad, dtype=torch.float64).square() * (self.job.replicas if id(p) in own else 1)
+            for p, grad in _local_gradients(model)
+        ]
         return torch.stack([loss.double(), torch.stack(squares).sum()])
 
     def _fetched(self, noted: list[Tensor]) -> NDArray[np.float64]:
         found = self.job.sum(torch.stack(noted)).cpu().numpy()
-        # Each replica has all of the gradients.
+        # Each replica has all of the gradients, or what counts as much.
         return np.stack([found[:, 0] / self.job.count, np.sqrt(found[:, 1] / self.job.replicas)], axis=1)
 
     def _dropout_seed(self, seed: int) -> int:
@@ -209,6 +256,7 @@ class RankJob(Job):
         """Return the named arms, the baseline first."""
         assert self.ranks is not None
         view = RankTask.of(task, self.ranks.rank, self.ranks.count)
+        plain = tables_of(self.recipes)
         return [
             (
                 name,
@@ -221,6 +269,7 @@ class RankJob(Job):
                     observe_every=arm.observe_every,
                     ranks=self.ranks,
                     view=view,
+                    tables=plain if arm.recipe is None else _tables(arm.recipe),
                 ),
             )
             for name, arm in super().arms(task, device)
@@ -240,19 +289,28 @@ class RankJob(Job):
         return ranks.from_first(lambda: store.keep(arm, trained, note))
 
 
-def rank_store(store: SeedStore, ranks: Ranks) -> SeedStore:
-    """Return the store of trainings by a job's ranks, which are no trainings of one process."""
+def rank_store(store: SeedStore, ranks: Ranks, tables: Tables | None = None) -> SeedStore:
+    """Return the store of trainings by a job's ranks, which are no trainings of one process.
+
+    Args:
+        store: of the task.
+        ranks: the job.
+        tables: as :func:`tables_of` returns them; a baseline has no recipe that would tell.
+    """
     own = f"{store.content} {ranks.count} {ranks.transport}" + f" {ranks.replicas}" * (ranks.replicas > 1)
+    if tables is not None:
+        own += f" tables {tables}"
     content = hashlib.sha256(own.encode()).hexdigest()
     return replace(store, content=content)
 
 
-def arithmetic_of(ranks: Ranks) -> str:
-    """Say in what the baseline of a distributed run computes."""
+def arithmetic_of(ranks: Ranks, tables: Tables | None = None) -> str:
+    """Say in what the baseline of a distributed run computes, and how it exchanges rows of tables where it does."""
     mode = "each unit under torch.compile" if ranks.transport == "nccl" else "eager"
     shards = ranks.count // ranks.replicas
     layout = "" if ranks.replicas == 1 else f" ({ranks.replicas} replicas of {shards} shard{'s' * (shards > 1)})"
-    return f"BF16 autocast, {mode}, FSDP2 on {ranks.count} ranks{layout} with BF16 payload"
+    rows = "" if tables is None else f", rows of tables exchanged as {tables}"
+    return f"BF16 autocast, {mode}, FSDP2 on {ranks.count} ranks{layout} with BF16 payload{rows}"
 
 
 def merged(trained: Sequence[Trained]) -> Trained:
@@ -319,11 +377,49 @@ def _operand(found: Sequence[OperandNumerics]) -> OperandNumerics:
     )
 
 
-def _local_gradients(model: nn.Module) -> list[Tensor]:
-    grads: list[Any] = [p.grad for p in model.parameters() if p.grad is not None]
+def _local_gradients(model: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:
+    grads: list[tuple[nn.Parameter, Any]] = [(p, p.grad) for p in model.parameters() if p.grad is not None]
     if not grads:
         raise NarrowgateError("no parameter has a gradient after loss().backward()")
-    return [g.to_local() if hasattr(g, "to_local") else g for g in grads]
+    return [(p, g.to_local() if hasattr(g, "to_local") else g) for p, g in grads]
+
+
+def apart(optimizer: Any) -> None:
+    """Give what FSDP2 shards and what it left whole parameter groups of their own, in place; one kernel takes no both.
+
+    Args:
+        optimizer: that has not stepped yet.
+    """
+    from torch.distributed.tensor import DTensor
+
+    groups = []
+    for group in optimizer.param_groups:
+        kinds = [[p for p in group["params"] if isinstance(p, DTensor) == sharded] for sharded in (True, False)]
+        groups += [{**group, "params": parameters} for parameters in kinds if parameters]
+    optimizer.param_groups = groups
+
+
+def tables_of(recipes: Sequence[Recipe]) -> Tables | None:
+    """Return how the baseline of ``recipes`` exchanges rows of embedding tables: in BF16; None where it does not.
+
+    Raises:
+        NarrowgateError: some recipes exchange rows, and others do not.
+    """
+    from ..recipes.wire_plan import PLAIN_TABLES
+
+    asking = [recipe.name for recipe in recipes if _tables(recipe) is not None]
+    others = [recipe.name for recipe in recipes if recipe.name not in asking]
+    if asking and others:
+        raise NarrowgateError(
+            f"recipe '{asking[0]}' has shards.tables and '{others[0]}' has not: expected all or none in one run, since"
+            " the baseline exchanges rows of tables as the recipes do; gate them in runs of their own"
+        )
+    return PLAIN_TABLES if asking else None
+
+
+def _tables(recipe: Recipe) -> Tables | None:
+    shards = recipe.flatten().shards
+    return None if shards is None else shards.tables
 
 
 def _slow(optimizer: Any, args: Any, kwargs: Any) -> None:

@@ -15,6 +15,7 @@ from .batches import to_device
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from ..precision.exchanged_rows import Exchanged
     from ..recipes import CastPlan, GemmTrace, Plan, SavedModule
     from ..recipes.recipe import Recipe
     from .task import Task
@@ -33,6 +34,21 @@ def trace_rows(task: Task, model: nn.Module) -> dict[str, int]:
         NarrowgateError: the task has no batch, or its loss reaches no layer of the model.
     """
     return measure_rows(model, _step(task, model))
+
+
+def trace_lookups(task: Task, model: nn.Module) -> Exchanged:
+    """Return the embedding tables of ``model`` and what one training batch asks of them, as every rank's would.
+
+    Args:
+        task: whose batches and loss.
+        model: as for :func:`trace_rows`.
+
+    Raises:
+        NarrowgateError: the task has no batch, or the model no tables that ranks could exchange rows of.
+    """
+    from ..models.embedding_exchange import exchanged_tables
+
+    return exchanged_tables(model, _step(task, model))
 
 
 def trace_step(task: Task, model: nn.Module) -> GemmTrace:

@@ -26,7 +26,7 @@ from .pairs import Pair, combine
 from .policy import Policy
 from .progress import Progress
 from .quality_parts import part_quality, parts_of
-from .rank_arm import RankJob, arithmetic_of, rank_store
+from .rank_arm import RankJob, arithmetic_of, rank_store, tables_of
 from .rank_data import RankTask
 from .report import SCHEMA_VERSION, RecipeFacts, Report, Reuse
 from .resume import SeedStore, open_store
@@ -97,6 +97,8 @@ def run_gate(run: Run, progress: Progress, ranks: Ranks | None = None) -> list[R
     progress.phase(f"opening {run.source.task or f'{run.source.model} on {run.source.data}'}")
     task = run.source.open()
     device = torch.device(run.source.device)
+    if ranks is not None:
+        tables_of(run.recipes)  # or what is wrong with them
     plans = [_plan(task, recipe, run.backend, device, ranks) for recipe in run.recipes]
     store = _open_store(run, task, device, ranks)
     _check_tasks(task, run.policy)
@@ -202,7 +204,7 @@ def _open_store(run: Run, task: Task, device: torch.device, ranks: Ranks | None)
     seed_generators(0)
     weights = weights_fingerprint(task.build_model().to(device))
     store = open_store(run.store, run.source, task, weights)
-    return store if ranks is None else rank_store(store, ranks)
+    return store if ranks is None else rank_store(store, ranks, tables_of(run.recipes))
 
 
 def _plan(task: Task, recipe: Recipe, backend: str | None, device: torch.device, ranks: Ranks | None) -> Plan:
@@ -273,7 +275,11 @@ def _report(
 ) -> Report:
     model, data = tasks.describe(task)
     recipe = plan.recipe
-    arithmetic = str(Arithmetic.of(torch.device(run.source.device))) if ranks is None else arithmetic_of(ranks)
+    arithmetic = (
+        str(Arithmetic.of(torch.device(run.source.device)))
+        if ranks is None
+        else arithmetic_of(ranks, tables_of(run.recipes))
+    )
     return Report(
         schema_version=SCHEMA_VERSION,
         verdict=decision.verdict,

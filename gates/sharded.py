@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -56,6 +56,12 @@ def shard(
     fully_shard(model, mesh=mesh, mp_policy=policy, ignored_params=kept)
 
 
+class Local(Protocol):
+    """What sends nothing where :attr:`local` is set, and does all else."""
+
+    local: bool
+
+
 class Switch:
     """FSDP2's collectives as they are, or without a wire where :attr:`local` is set."""
 
@@ -98,7 +104,7 @@ def switch_collectives(model: nn.Module) -> tuple[Switch, Switch]:
     return switches
 
 
-def without_wire(step: StepFunction, switches: Iterable[Switch]) -> StepFunction:
+def without_wire(step: StepFunction, switches: Iterable[Local]) -> StepFunction:
     """Return ``step`` as it is where nothing is sent."""
     own = tuple(switches)
 

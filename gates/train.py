@@ -243,8 +243,7 @@ class Arm:
         self._plan = apply_recipe(model, recipe, backend=self.backend, seed=seed, rows=rows)
 
     def _optimizer(self) -> Any:
-        assert self._model is not None
-        optimizer = make_optimizer(self.task, self._model)
+        optimizer = self._made_optimizer()
         return optimizer if self._plan is None else self._plan.wrap_optimizer(optimizer)
 
     def _tensor_watch(self) -> TensorWatch:
@@ -331,6 +330,11 @@ class Arm:
     def _prepared(self, model: nn.Module) -> Any:
         """Return what is called in training, of a fresh model with its recipe."""
         return compile_model(model) if self.compiled else model
+
+    def _made_optimizer(self) -> Any:
+        """Return the task's optimizer, before the recipe has it."""
+        assert self._model is not None
+        return make_optimizer(self.task, self._model)
 
     def _rows(self, recipe: Recipe, model: nn.Module) -> dict[str, int] | None:
         return rows_for(recipe, self.task, model)

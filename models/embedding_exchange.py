@@ -10,15 +10,15 @@ survives on average. Bags are summed by the owner, so one row travels and not it
 owner adds gradients up in the order of the ranks: a process that holds all tables and the batches of all ranks, one
 behind the other, computes the same outputs and gradients with the same formats.
 
-What a rank's loss averages over its own rows counts 1/ranks, as the gradients that DDP averages. Payloads are uint8:
-Gloo knows no FP8. The ranks tell each other how many rows they ask for, which waits for the device once a lookup; a
-compiled model breaks its graph there. torchrec, where it is installed, shards tables in more ways; nothing here uses
-it.
+What a rank's loss averages over its own rows counts 1/ranks, as the gradients that DDP averages. Codes travel as
+uint8: Gloo knows no FP8. The ranks tell each other how many rows they ask for, which waits for the device once a
+lookup; a compiled model breaks its graph there. torchrec, where it is installed, shards tables in more ways; nothing
+here uses it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from itertools import accumulate
@@ -30,17 +30,17 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..precision.errors import NarrowgateError
+from ..precision.exchanged_rows import Exchanged, Request, code_bytes, place_tables, row_bytes, unsupported_rows
 from ..precision.quantization import QuantizedTensor, quantize
 from ..precision.rounding import torch_dtype
 from ..precision.spec import Spec, as_spec
 from ..precision.stochastic import Shard, call_key, stream_key
 from .embedding import SparseArch
-from .gem import GemModel
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-_SCALE_BYTES = 4
+_KINDS = ("tables", "bags")
 #: Its own type hides that it takes methods.
 _uncompiled: Any = torch.compiler.disable
 
@@ -53,20 +53,6 @@ def torchrec_version() -> str | None:
         return None
 
 
-def place_tables(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
-    """Return the rank of each table: the largest first, each to the rank that holds least so far.
-
-    Args:
-        sizes: elements of each table, by name.
-        ranks: how many there are.
-    """
-    load, owners = [0] * ranks, {}
-    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        owners[name] = min(range(ranks), key=load.__getitem__)
-        load[owners[name]] += sizes[name]
-    return owners
-
-
 class Wire:
     """How rows [n, d] travel in one format: as bytes [n, :meth:`row_bytes`].
 
@@ -76,18 +62,21 @@ class Wire:
 
     def __init__(self, spec: Spec | str, what: str) -> None:
         self.spec = as_spec(spec)
+        expected = unsupported_rows(self.spec)
+        if expected is not None:
+            raise NarrowgateError(f"{what}: found '{self.spec}', expected {expected}")
         dtype = torch_dtype(self.spec.fmt.element)
-        plain = self.spec.high_precision or self.spec.granularity == "row"
-        extra = self.spec.delayed or self.spec.hadamard or self.spec.clip_p or self.spec.clip_rms
-        if dtype is None or not plain or extra or self.spec.fmt.block_scaled:
-            raise NarrowgateError(
-                f"{what}: found '{self.spec}', expected fp32, bf16, or fp8_e4m3 or fp8_e5m2 with /row"
-            )
+        assert dtype is not None
         self.dtype: torch.dtype = dtype
+
+    @property
+    def sent_as(self) -> torch.dtype:
+        """What collectives are given: values as they are, codes and scales as bytes."""
+        return self.dtype if self.spec.high_precision else torch.uint8
 
     def row_bytes(self, width: int) -> int:
         """Bytes of one row of ``width`` elements."""
-        return width * self.dtype.itemsize + (0 if self.spec.high_precision else _SCALE_BYTES)
+        return row_bytes(self.spec, width)
 
     def pack(self, rows: Tensor, key: int | Tensor | None = None, shard: Shard | None = None) -> Tensor:
         """[n, d] -> uint8 [n, row_bytes(d)].
@@ -103,7 +92,7 @@ class Wire:
 
     def unpack(self, payload: Tensor, width: int) -> Tensor:
         """Uint8 [n, row_bytes(d)] -> [n, d], FP32."""
-        end = width * self.dtype.itemsize
+        end = code_bytes(self.spec, width)
         codes = payload[:, :end].contiguous().view(self.dtype)
         # A copy always: of a single row the part is contiguous already, at an address that need not be a multiple of 4.
         parts = payload[:, end:].clone(memory_format=torch.contiguous_format)
@@ -169,6 +158,11 @@ class EmbeddingExchange:
         self.rank = dist.get_rank(group) if there else 0
         #: Lookups with gradients so far, by what they are for: random bits follow from it. A resumed training sets it.
         self.draws: dict[str, int] = {}
+        #: What the last lookup of each kind asked for, on all ranks.
+        self.asked: dict[str, tuple[Request, ...]] = {}
+        #: For timing: as if every rank asked for as much as this one, which answers all with what is its own. Nothing
+        #: is sent, and nobody waits; what comes back is worth nothing.
+        self.local = False
 
     @_uncompiled
     def look_up(
@@ -193,14 +187,21 @@ class EmbeddingExchange:
 
     def _plan(self, what: str, asked: Sequence[tuple[str, Tensor]]) -> _Lookup:
         own = [len(ids) for _, ids in asked]
-        counts = [own]
-        if self.ranks > 1:
+        counts = [own] * self.ranks
+        if self.ranks > 1 and not self.local:
             told = torch.tensor(own, device=asked[0][1].device)
             heard = told.new_empty(self.ranks * len(own))
-            dist.all_gather_into_tensor(heard, told, group=self.group)
+            # PyTorch 2.13 renamed it.
+            gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+            gather(heard, told, group=self.group)
             counts = heard.view(self.ranks, -1).tolist()
         step = self.draws.get(what, 0)
         self.draws[what] = step + torch.is_grad_enabled()
+        if not self.local:
+            self.asked[what] = tuple(
+                Request(name, tuple(row[i] for row in counts), ids.shape[1:].numel())
+                for i, (name, ids) in enumerate(asked)
+            )
         return _Lookup(
             tuple(self.owners[name] for name, _ in asked),
             tuple(map(tuple, counts)),
@@ -235,6 +236,7 @@ class EmbeddingExchange:
             torch.cat([none, *send]),
             [lookup.rows(r, self.rank) for r in self._every()],
             [lookup.rows(self.rank, r) for r in self._every()],
+            self.forward.sent_as,
         )
         order = [i for r in self._every() for i in lookup.of(r)]
         found = dict(zip(order, received.split([lookup.counts[self.rank][i] for i in order]), strict=True))
@@ -247,17 +249,32 @@ class EmbeddingExchange:
             torch.cat([payloads[i] for i in order]),
             [lookup.rows(self.rank, r) for r in self._every()],
             [lookup.rows(r, self.rank) for r in self._every()],
+            self.backward.sent_as,
         )
         mine = lookup.of(self.rank)
         parts = received.split([lookup.counts[r][i] for r in self._every() for i in mine])
         return [torch.cat([parts[r * len(mine) + place] for r in self._every()]) for place in range(len(mine))]
 
-    def _all_to_all(self, send: Tensor, splits: list[int], receives: list[int]) -> Tensor:
+    def _all_to_all(
+        self, send: Tensor, splits: list[int], receives: list[int], sent_as: torch.dtype | None = None
+    ) -> Tensor:
+        """Send rows of ``send`` to each rank; in its own dtype, or as ``sent_as``, which its bytes are of."""
         if self.ranks == 1:
             return send
         received = send.new_empty(sum(receives), *send.shape[1:])
-        dist.all_to_all_single(received, send.contiguous(), receives, splits, group=self.group)
+        send = send.contiguous()
+        if self.local:
+            self._answer(received, send.split(splits)[self.rank], receives)
+            return received
+        given, taken = (send, received) if sent_as is None else (send.view(sent_as), received.view(sent_as))
+        dist.all_to_all_single(taken, given, receives, splits, group=self.group)
         return received
+
+    def _answer(self, received: Tensor, own: Tensor, receives: list[int]) -> None:
+        """Write what this rank sends itself in the place of what each would send, over and over where it is less."""
+        for part in received.split(receives):
+            for piece in part.split(max(len(own), 1)):
+                piece.copy_(own[: len(piece)]) if len(own) else piece.zero_()
 
     def _every(self) -> range:
         return range(self.ranks)
@@ -304,7 +321,7 @@ class ShardedSparseArch(SparseArch):
         made.exchange = exchange
         # No parameter: nothing to train, save or send.
         made.anchor = torch.zeros(0, requires_grad=True)
-        for kind in ("tables", "bags"):
+        for kind in _KINDS:
             every: Any = getattr(sparse, kind)
             own = {name: table for name, table in every.items() if exchange.owners[f"{kind}.{name}"] == exchange.rank}
             setattr(made, kind, nn.ModuleDict(own))
@@ -312,14 +329,14 @@ class ShardedSparseArch(SparseArch):
 
     def look_up(self, what: str, asked: Sequence[tuple[str, str, Tensor]]) -> list[Tensor]:
         """As :meth:`SparseArch.look_up`, from whichever ranks own the tables."""
-        owned = {f"{kind}.{name}": table for kind in ("tables", "bags") for name, table in getattr(self, kind).items()}
+        owned = {f"{kind}.{name}": table for kind in _KINDS for name, table in getattr(self, kind).items()}
         named = [(f"{kind}.{name}", ids) for kind, name, ids in asked]
         found: Any = self.exchange.look_up(what, named, owned, self.anchor)
         return found
 
 
 def shard_tables(
-    model: GemModel,
+    model: nn.Module,
     *,
     forward: Spec | str = "fp8_e4m3/row",
     backward: Spec | str = "bf16",
@@ -328,12 +345,13 @@ def shard_tables(
 ) -> EmbeddingExchange:
     """Leave each embedding table of ``model`` on one rank only, and exchange rows in low precision; in place.
 
-    Call it on every rank, on equal models, before the optimizer is built. Parameters keep their names: a rank's
-    ``state_dict()`` holds its own tables, and all ranks' together what the model held before. DDP leaves tables alone
-    afterwards. Events' positions stay on every rank.
+    Call it on every rank, on equal models, before ``fully_shard`` and before the optimizer is built. Parameters keep
+    their names: a rank's ``state_dict()`` holds its own tables, and all ranks' together what the model held before. DDP
+    leaves tables alone afterwards; FSDP2 does where they are its ``ignored_params`` (:func:`own_tables`). Events'
+    positions stay on every rank.
 
     Args:
-        model: built under the same seed on every rank, or to be loaded alike.
+        model: with one :class:`SparseArch`, built under the same seed on every rank, or to be loaded alike.
         forward: format of rows on their way: ``fp32``, ``bf16``, or FP8 with ``/row``.
         backward: of their gradients; ``fp8_e5m2/row+sr`` rounds stochastically.
         group: the ranks; None for the default group, or for this process alone, which then computes what ranks would.
@@ -343,21 +361,89 @@ def shard_tables(
         What exchanges; its ``owners`` say which rank has which table.
 
     Raises:
-        NarrowgateError: a format that cannot travel, or tables that are sharded already.
+        NarrowgateError: a format that cannot travel, a model without tables, or with tables that are sharded already.
     """
-    sparse = model.sparse
+    where, sparse = _sparse_of(model)
     if isinstance(sparse, ShardedSparseArch):
         raise NarrowgateError("this model's embedding tables are sharded already, expected whole ones")
-    tables: dict[str, Any] = {
-        f"{kind}.{name}": table for kind in ("tables", "bags") for name, table in getattr(sparse, kind).items()
-    }
-    sizes = {name: table.weight.numel() for name, table in tables.items()}
-    (width,) = {table.weight.shape[1] for table in tables.values()}
+    tables = exchanged_tables(model)
     ranks = dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
     exchange = EmbeddingExchange(
-        place_tables(sizes, ranks), width, forward=forward, backward=backward, group=group, seed=seed
+        place_tables(tables.sizes, ranks), tables.width, forward=forward, backward=backward, group=group, seed=seed
     )
-    model.sparse = ShardedSparseArch.of(sparse, exchange)
-    own = [f"sparse.{name}.weight" for name, owner in exchange.owners.items() if owner == exchange.rank]
+    parent, _, last = where.rpartition(".")
+    setattr(model.get_submodule(parent), last, ShardedSparseArch.of(sparse, exchange))
+    own = [f"{where}.{name}.weight" for name, owner in exchange.owners.items() if owner == exchange.rank]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, own)
     return exchange
+
+
+def own_tables(model: nn.Module) -> list[nn.Parameter]:
+    """Return the weights of the tables that this rank has of a model whose tables are sharded."""
+    return [p for kind in _KINDS for p in getattr(_sparse_of(model)[1], kind).parameters()]
+
+
+def absent_tables(model: nn.Module) -> list[str]:
+    """Return the names of the parameters that other ranks have of a model whose tables are sharded."""
+    where, sparse = _sparse_of(model)
+    assert isinstance(sparse, ShardedSparseArch)
+    owners = sparse.exchange.owners
+    return [f"{where}.{name}.weight" for name, owner in owners.items() if owner != sparse.exchange.rank]
+
+
+def exchanged_tables(model: nn.Module, run: Callable[[], Any] | None = None) -> Exchanged:
+    """Return the tables that :func:`shard_tables` would shard, and what a step asks of them.
+
+    Args:
+        model: with one :class:`SparseArch`, whole, on any device.
+        run: runs the model on a batch of one rank; every rank is then taken to ask for as much. None: no lookups.
+
+    Raises:
+        NarrowgateError: a model without tables that can be exchanged.
+    """
+    where, sparse = _sparse_of(model)
+    tables: dict[str, Any] = {
+        f"{kind}.{name}": table for kind in _KINDS for name, table in getattr(sparse, kind).items()
+    }
+    widths = {table.weight.shape[1] for table in tables.values()}
+    if len(widths) != 1:
+        raise NarrowgateError(
+            f"found embedding tables of the widths {sorted(widths)} in this {type(model).__name__}, expected tables of"
+            " one width to exchange rows of"
+        )
+    return Exchanged(
+        sizes={name: table.weight.numel() for name, table in tables.items()},
+        width=widths.pop(),
+        modules=tuple(f"{where}.{name}" for name in tables),
+        lookups=() if run is None else _lookups(sparse, run),
+    )
+
+
+def _sparse_of(model: nn.Module) -> tuple[str, SparseArch]:
+    """(name, module) of the tables of ``model``."""
+    found = [(name, module) for name, module in model.named_modules() if isinstance(module, SparseArch)]
+    if len(found) != 1 or not found[0][0]:
+        raise NarrowgateError(
+            f"found {len(found) or 'no'} SparseArch in this {type(model).__name__}, expected a model with one, such as"
+            " the built-in ones, whose embedding tables ranks can exchange rows of"
+        )
+    return found[0]
+
+
+def _lookups(sparse: SparseArch, run: Callable[[], Any]) -> tuple[tuple[Request, ...], ...]:
+    """Return what ``run`` asks of whole tables, as it would of sharded ones."""
+    noted: list[tuple[Request, ...]] = []
+    look_up, whole = sparse.look_up, sparse.whole
+
+    def note(what: str, asked: Sequence[tuple[str, str, Tensor]]) -> list[Tensor]:
+        noted.append(tuple(Request(f"{k}.{name}", (len(ids),), ids.shape[1:].numel()) for k, name, ids in asked))
+        return look_up(what, asked)
+
+    sparse.whole, sparse.look_up = False, note  # type: ignore[method-assign]
+    try:
+        with torch.no_grad():
+            run()
+    finally:
+        sparse.whole = whole
+        del sparse.look_up
+    return tuple(noted)

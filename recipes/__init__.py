@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .optimizer import wrap_optimizer
     from .plan import LayerPlan, Origin, Plan
     from .rates import load_rates, rates_schema
-    from .recipe import Activations, OptimizerState, Path, Recipe, Rule, Shards
+    from .recipe import Activations, OptimizerState, Path, Recipe, Rule, Shards, Tables
     from .resolution import resolve
     from .rows import measure_rows
     from .saved_activations import SavedInput, SavedModule
@@ -52,6 +52,7 @@ _HOMES = {
     "Sharding": ".wire_units",
     "Shards": ".recipe",
     "Spec": "..precision.spec",
+    "Tables": ".recipe",
     "Topology": ".topology",
     "TracedGemm": ".tracing",
     "Validation": ".validate",
@@ -103,6 +104,7 @@ __all__ = [
     "Sharding",
     "Shards",
     "Spec",
+    "Tables",
     "Topology",
     "TracedGemm",
     "Validation",

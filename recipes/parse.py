@@ -15,8 +15,8 @@ from ..precision.errors import did_you_mean
 from ..precision.spec import Spec
 from .document import Node, parse_document
 from .errors import Diagnostic, RecipeError, found
-from .recipe import NAME_RULE, Activations, OptimizerState, Path, Recipe, Rule, Shards, Source
-from .schema import EXPRESSION_ERROR, MODELS, ActivationsFile, RecipeFile, RuleFile
+from .recipe import NAME_RULE, Activations, OptimizerState, Path, Recipe, Rule, Shards, Source, Tables
+from .schema import EXPRESSION_ERROR, MODELS, ActivationsFile, RecipeFile, RuleFile, ShardsFile
 
 _Loc = tuple[str | int, ...]
 
@@ -74,12 +74,17 @@ def _to_recipe(model: RecipeFile, root: Node | None, file: str) -> Recipe:
         extends=model.extends,
         defaults=model.defaults,
         rules=tuple(_to_rule(rule, root, ("rules", i), file) for i, rule in enumerate(model.rules)),
-        shards=None if shards is None else Shards(**_set(shards)),
+        shards=None if shards is None else _to_shards(shards),
         activations=None if activations is None else Activations(**_set(activations)),
         optimizer=None if optimizer is None else OptimizerState(**_set(optimizer)),
         backend=model.backend,
         source=None if root is None else _source(root, file),
     )
+
+
+def _to_shards(shards: ShardsFile) -> Shards:
+    tables = None if shards.tables is None else Tables(**_set(shards.tables))
+    return Shards(**{**_set(shards), "tables": tables})
 
 
 def _to_rule(rule: RuleFile, root: Node | None, loc: _Loc, file: str) -> Rule:
@@ -101,10 +106,11 @@ def _set(model: BaseModel) -> dict[str, Any]:
 
 def _source(node: Node, file: str) -> Source:
     fields: dict[str, tuple[int, int]] = {}
-    for key, child in node.value.items():
+    waiting = list(node.value.items())
+    for key, child in waiting:
         fields[key] = (child.line, child.column)
         if isinstance(child.value, dict):
-            fields.update({f"{key}.{name}": (part.line, part.column) for name, part in child.value.items()})
+            waiting += [(f"{key}.{name}", part) for name, part in child.value.items()]
     return Source(file, node.line, node.column, fields)
 
 
@@ -237,6 +243,9 @@ def _no_effect(model: RecipeFile, root: Node | None, file: str) -> list[Diagnost
         if not any(getattr(rule, name) is not None for name in (*OPERANDS, "all", "when")):
             message = "found a rule that sets nothing, expected one of all, fprop, dgrad, wgrad, when"
             faults.append(_place(loc, root, file, message))
+    if model.shards is not None and model.shards.tables is not None and not _set(model.shards.tables):
+        message = "found an empty mapping, expected forward, backward or both"
+        faults.append(_place(("shards", "tables"), root, file, message))
     activations = model.activations
     if isinstance(activations, ActivationsFile) and isinstance(activations.save, Spec) and activations.save.sr:
         loc = ("activations", "save")

@@ -16,7 +16,7 @@ from ..precision.spec import Spec
 from .errors import Diagnostic
 from .pricing import LayerPrice, Unpriced
 from .rates import Rates, shipped_rates
-from .recipe import Recipe, Shards
+from .recipe import Recipe, Shards, Tables
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -227,6 +227,11 @@ class Plan:
         return (self.recipe.shards or Shards()).reduce_scatter
 
     @property
+    def tables(self) -> Tables | None:
+        """How ranks exchange rows of embedding tables; None: tables are sharded as other weights."""
+        return (self.recipe.shards or Shards()).tables
+
+    @property
     def gathered(self) -> tuple[LayerPlan, ...]:
         """The layers whose weights travel as :attr:`gather`: fprop and dgrad are both low-precision."""
         if self.gather.high_precision:
@@ -357,6 +362,7 @@ class Plan:
             "gather": str(self.gather),
             "gathered": [layer.name for layer in self.gathered],
             "reduce": str(self.reduce) if self.reduce is not None else None,
+            "tables": self.tables.to_dict() if self.tables is not None else None,
             "flops_share": self.flops_share(),
             "flops_share_by_rows": self.weighted,
             "rows": dict(self.rows) if self.rows is not None else None,

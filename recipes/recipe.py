@@ -179,14 +179,41 @@ class Rule:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Tables:
+    """How rows of embedding tables travel between the rank that has a table and those that ask."""
+
+    #: Of the rows.
+    forward: Spec = _BF16
+    #: Of their gradients.
+    backward: Spec = _BF16
+
+    if TYPE_CHECKING:  # texts are parsed on construction
+
+        def __init__(self, *, forward: Spec | str = ..., backward: Spec | str = ...) -> None: ...
+
+    def __post_init__(self) -> None:
+        _set_spec(self, "forward")
+        _set_spec(self, "backward")
+
+    def to_dict(self) -> dict[str, str]:
+        """Return the formats as the file has them."""
+        return {"forward": str(self.forward), "backward": str(self.backward)}
+
+    def __str__(self) -> str:
+        return f"{self.forward}, gradients as {self.backward}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Shards:
-    """What travels between the ranks of FSDP2."""
+    """What travels between the ranks of a job."""
 
     all_gather: Spec = _BF16
     #: How gradients travel to be summed in FP32; None leaves their reduction to FSDP2.
     reduce_scatter: Spec | None = None
     #: Allow gathered codes that are not the weight operand, at the price of a second quantization.
     requantize: bool = False
+    #: Embedding tables lie on one rank each, and rows are exchanged; None: they are weights as all others.
+    tables: Tables | None = None
 
     if TYPE_CHECKING:  # texts are parsed on construction
 
@@ -196,11 +223,14 @@ class Shards:
             all_gather: Spec | str = ...,
             reduce_scatter: Spec | str | None = ...,
             requantize: bool = False,
+            tables: Tables | None = None,
         ) -> None: ...
 
     def __post_init__(self) -> None:
         _set_spec(self, "all_gather")
         _set_spec(self, "reduce_scatter")
+        if self.tables is not None and not isinstance(self.tables, Tables):
+            raise NarrowgateError(f"tables: found {found(self.tables)}, expected a Tables object")
 
 
 @dataclass(frozen=True, kw_only=True)

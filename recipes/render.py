@@ -135,6 +135,8 @@ def _notes(plan: Plan) -> list[str]:
         notes.append(f"FSDP2 gathers {plan.gather} for {len(plan.gathered)} of {_layers(len(plan.layers))}")
     if plan.reduce is not None:
         notes.append(f"FSDP2 reduces gradients as {plan.reduce}, summed in FP32")
+    if plan.tables is not None:
+        notes.append(f"ranks exchange rows of embedding tables as {plan.tables}; one process exchanges nothing")
     notes += activations_notes(plan)
     state = plan.recipe.optimizer.state if plan.recipe.optimizer is not None else None
     if state is not None and state.format != "fp32":

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from ..precision.backends import LayerFacts, get_backend
 from ..precision.config import OPERANDS, GemmConfig, LinearConfig
+from ..precision.exchanged_rows import unsupported_rows
 from ..precision.saved_formats import unsupported_save
 from ..precision.spec import Spec
 from ..precision.state_formats import unsupported_state
@@ -103,6 +104,10 @@ def _parts(recipe: Recipe, backend: str | None) -> Iterator[Diagnostic]:
             yield _at_part(recipe, "shards", "all_gather", f"{gather} is not built yet, only {built}")
         if reduce is not None and (reducible := _built_reduce(reduce)) is not None:
             yield _at_part(recipe, "shards", "reduce_scatter", f"{reduce} is not built yet, only {reducible}")
+        for way in ("forward", "backward") if flat.shards.tables is not None else ():
+            rows = getattr(flat.shards.tables, way)
+            if (travels := unsupported_rows(rows)) is not None:
+                yield _at_part(recipe, "shards", f"tables.{way}", f"{rows} is not built yet, only {travels}")
     save = None if flat.activations is None else flat.activations.save
     if isinstance(save, Spec) and (savable := unsupported_save(save)) is not None:
         yield _at_part(recipe, "activations", "save", f"{save} is not built yet, only operand, {savable}")

@@ -118,12 +118,22 @@ class RuleFile(_File):
     )
 
 
+class TablesFile(_File):
+    """How rows of embedding tables travel between the rank that has a table and those that ask."""
+
+    forward: SpecText | None = Field(None, description="Of the rows; bf16 when absent.")
+    backward: SpecText | None = Field(None, description="Of their gradients; bf16 when absent.")
+
+
 class ShardsFile(_File):
-    """What travels between the ranks of FSDP2."""
+    """What travels between the ranks of a job."""
 
     all_gather: SpecText | None = None
     reduce_scatter: SpecText | None = None
     requantize: bool = Field(False, description="Allow gathered codes that are not the weight operand.")
+    tables: TablesFile | None = Field(
+        None, description="Embedding tables lie on one rank each, and ranks exchange rows; else as other weights."
+    )
 
 
 class ActivationsFile(_File):
@@ -162,6 +172,7 @@ MODELS: dict[str | None, type[BaseModel]] = {
     "dgrad": DgradFile,
     "wgrad": WgradFile,
     "shards": ShardsFile,
+    "tables": TablesFile,
     "activations": ActivationsFile,
     "optimizer": OptimizerFile,
 }

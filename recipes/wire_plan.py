@@ -8,6 +8,8 @@ goes ahead. Everything else travels in ``param_dtype``. Gradients go to a reduce
 likewise, or with ``shards.reduce_scatter`` as codes and scales to an all-to-all
 (:mod:`narrowgate.precision.reduction_codec`); one R-th of them goes to an all-reduce between replicas (HSDP).
 
+Embedding tables that ranks exchange rows of (``shards.tables``) are none of FSDP2's: :mod:`.wire_tables`.
+
 A unit is what one call of ``fully_shard`` takes: one all-gather in forward, one more in backward unless it stays
 gathered, one reduce-scatter. The root, which takes what no unit has, always stays gathered.
 
@@ -21,24 +23,29 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from ..precision.errors import NarrowgateError
+from ..precision.exchanged_rows import Exchanged
 from ..precision.reduction_codec import line_bytes, pieces_of
 from ..precision.shard_codes import block_rows, payload_bytes
 from ..precision.spec import Spec
 from .plan import Plan
+from .recipe import Tables
 from .topology import Group, Topology
+from .wire_tables import TABLE_ORDER, busiest, checked, table_calls
 from .wire_units import DTYPES, SIZES, Parameter, Sharding, Unit, units_of
 
 FORWARD, BACKWARD = "all-gather, forward", "all-gather, backward"
 AMAXES, GRADIENTS, REPLICAS = "all-reduce of amaxes", "reduce-scatter", "all-reduce of replicas"
 CODED_GRADIENTS = "all-to-all of gradients"
 #: As they come in a step.
-ORDER = (AMAXES, FORWARD, BACKWARD, GRADIENTS, CODED_GRADIENTS, REPLICAS)
+ORDER = (*TABLE_ORDER, AMAXES, FORWARD, BACKWARD, GRADIENTS, CODED_GRADIENTS, REPLICAS)
+#: How rows of tables travel beside which a recipe's are shown, as BF16 weights beside its codes.
+PLAIN_TABLES = Tables()
 
 
 @dataclass(frozen=True)
@@ -100,6 +107,8 @@ class Payload:
     traffic: tuple[Traffic, ...]
     #: Predicted microseconds of the linear layers; None where the plan has no prices.
     compute_us: float | None
+    #: Whose traffic: of the ranks that exchange rows of tables the one that hands over most; else all are alike.
+    rank: int = 0
 
     @property
     def us(self) -> float:
@@ -129,14 +138,17 @@ class Payload:
         """Return the payload as JSON-ready data."""
         return {
             "traffic": [entry.to_dict() for entry in self.traffic],
-            "sent_bytes": self.sent, "communication_us": self.us, "compute_us": self.compute_us,
+            "rank": self.rank, "sent_bytes": self.sent, "communication_us": self.us, "compute_us": self.compute_us,
             "hidden_us": self.hidden_us, "exposed_us": self.exposed_us,
         }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Wire:
-    """One layout: the recipe's payload beside that of the same model without ``shards``, all in ``param_dtype``."""
+    """One layout: the recipe's payload beside that of the same model without ``shards``, all in ``param_dtype``.
+
+    Where the recipe exchanges rows of tables, so does the other, in BF16.
+    """
 
     layout: Layout
     plain: Payload
@@ -158,7 +170,12 @@ class Wire:
 
 
 def predict_wire(
-    model: nn.Module, plan: Plan, layout: Layout, topology: Topology, sharding: Sharding | None = None
+    model: nn.Module,
+    plan: Plan,
+    layout: Layout,
+    topology: Topology,
+    sharding: Sharding | None = None,
+    exchanged: Exchanged | None = None,
 ) -> Wire:
     """Predict bytes and time of every collective of one step.
 
@@ -168,25 +185,47 @@ def predict_wire(
         layout: the GPUs.
         topology: the links between them.
         sharding: how the model is handed to FSDP2.
+        exchanged: the model's embedding tables and what a step asks of them, where the recipe has ``shards.tables``;
+            tables are then placed among all GPUs, and bytes are those of the rank that hands over most.
 
     Raises:
-        NarrowgateError: a pattern that matches none of the model's modules, a scalar parameter, or GPUs that
-            ``topology`` does not hold.
+        NarrowgateError: a pattern that matches none of the model's modules, a scalar parameter, GPUs that
+            ``topology`` does not hold, or no ``exchanged`` where the recipe has ``shards.tables``.
         RecipeError: the recipe's ``shards`` are not built, or its backend cannot express them.
         NotBuiltError: a weight that could not be gathered as the plan says.
     """
     sharding = sharding or Sharding()
+    plain, recipe = _Tally(), _Tally()
+    if plan.tables is not None:
+        exchanged = checked(plan.tables, exchanged)
+        sharding = replace(sharding, ignored=(*sharding.ignored, *exchanged.modules))
+        plain.rank = recipe.rank = busiest(exchanged, layout.gpus)
+        for tally, tables in ((plain, PLAIN_TABLES), (recipe, plan.tables)):
+            _exchange(tally, exchanged, tables, layout, topology)
     units = units_of(model, plan, sharding)
     totals = plan.totals()
     return Wire(
         layout,
-        _payload(units, layout, topology, sharding, None, compute_us=totals and totals.bf16_us),
-        _payload(units, layout, topology, sharding, plan, compute_us=totals and totals.us),
+        _payload(plain, units, layout, topology, sharding, None, compute_us=totals and totals.bf16_us),
+        _payload(recipe, units, layout, topology, sharding, plan, compute_us=totals and totals.us),
         tuple(unit.name for unit in units),
     )
 
 
+def _exchange(tally: _Tally, exchanged: Exchanged, tables: Tables, layout: Layout, topology: Topology) -> None:
+    """Add what ranks exchange of embedding tables."""
+    group = topology.group(layout.gpus)
+    for call in table_calls(exchanged, tables, layout.gpus, tally.rank):
+        size = sum(call.given.values())
+        if call.collective == "all_gather":
+            us = topology.all_gather_us(group, layout.gpus * size)
+        else:
+            us = topology.all_to_all_us(group, size)
+        tally.add(call.what, call.collective, call.given, 0, call.sent, us)
+
+
 def _payload(
+    tally: _Tally,
     units: Sequence[Unit],
     layout: Layout,
     topology: Topology,
@@ -195,11 +234,10 @@ def _payload(
     *,
     compute_us: float | None,
 ) -> Payload:
-    """As ``plan``'s recipe says, or without ``shards``."""
+    """As ``plan``'s recipe says, or without ``shards``; ``tally`` has what FSDP2 does not send."""
     ranks = layout.shard
     group = topology.group(ranks, gpus=layout.gpus)
     replicas = topology.group(layout.replicas, stride=ranks, gpus=layout.gpus)
-    tally = _Tally()
     amaxes: list[int] = []
     for unit in units:
         gathers = (FORWARD, BACKWARD) if unit.name and sharding.reshard else (FORWARD,)
@@ -217,7 +255,7 @@ def _payload(
     for size in [sum(amaxes)] if sharding.joint_amaxes and amaxes else amaxes:
         sent = 2 * (ranks - 1) / ranks * size
         tally.add(AMAXES, "all_reduce", {"fp32": size}, 0, sent, topology.all_reduce_us(group, size))
-    return Payload(tally.traffic(), compute_us)
+    return Payload(tally.traffic(), compute_us, tally.rank)
 
 
 def _gathered(
@@ -299,6 +337,7 @@ class _Tally:
 
     def __init__(self) -> None:
         self.sums: dict[str, Traffic] = {}
+        self.rank = 0
 
     def add(self, what: str, collective: str, given: Mapping[str, int], padding: float, sent: float, us: float) -> None:
         """Add one call."""

@@ -109,7 +109,11 @@ def _shards_dict(shards: Shards) -> dict[str, Any]:
     data: dict[str, Any] = {"all_gather": str(shards.all_gather)}
     if shards.reduce_scatter is not None:
         data["reduce_scatter"] = str(shards.reduce_scatter)
-    return {**data, "requantize": True} if shards.requantize else data
+    if shards.requantize:
+        data["requantize"] = True
+    if shards.tables is not None:
+        data["tables"] = shards.tables.to_dict()
+    return data
 
 
 def _canonical_shards(shards: Shards) -> dict[str, Any]:

@@ -93,8 +93,8 @@ def exchange(formats: tuple[str, str], requests: Any = REQUESTS, rank: int | Non
             torch.autograd.backward(rows, wanted)
         found["rows"].append([x.detach() for x in rows])
         found["gradients"].append({name: table.get_parameter("weight").grad for name, table in own.items()})
-        found["wire"] = {"all_to_all": wire.total("all_to_all"), "bytes": wire.bytes[("all_to_all", torch.uint8)],
-                         "calls": dict(wire.calls)}  # fmt: skip
+        found["wire"] = {"given": {dtype: n for (name, dtype), n in wire.bytes.items() if name == "all_to_all" and n},
+                         "all_gather": wire.total("all_gather"), "calls": dict(wire.calls)}  # fmt: skip
         for table in own.values():
             table.zero_grad()
     return found

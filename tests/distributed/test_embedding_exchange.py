@@ -12,6 +12,9 @@ from narrowgate.models import GemTask
 from narrowgate.models.embedding_exchange import Wire, place_tables, shard_tables
 from narrowgate.precision import quantize
 from narrowgate.precision.errors import NarrowgateError
+from narrowgate.precision.exchanged_rows import Exchanged, Request
+from narrowgate.recipes import Tables
+from narrowgate.recipes.wire_tables import busiest, table_calls
 
 CASES = ("fp32", "bf16", "fp8", "fp8_both", "fp8_random")
 
@@ -102,13 +105,37 @@ def test_codes_and_scales_are_all_that_travels(ranks: list[Any], script: ModuleT
         gave = sum(sum(counts) for name, _, counts in script.REQUESTS if owners[name] == rank)
         asked = sum(counts[rank] for _, _, counts in script.REQUESTS)
         ids = sum(counts[rank] * max(bag, 1) for _, bag, counts in script.REQUESTS)
-        assert wire["bytes"] == gave * ahead + asked * back
-        assert wire["all_to_all"] == wire["bytes"] + 8 * ids
+        given = dict(wire["given"])
+        assert given.pop(torch.int64) == 8 * ids
+        # Values are handed over as what they are, so that a count by dtype tells them from codes.
+        sent = [getattr(torch, {"fp32": "float32", "bf16": "bfloat16"}.get(spec.split("+")[0], "uint8"))
+                for spec in script.FORMATS[case]]  # fmt: skip
+        assert given.keys() == set(sent)
+        assert sum(given.values()) == gave * ahead + asked * back
         assert wire["calls"] == {"all_gather": 1, "all_to_all": 3}
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_the_bytes_of_every_rank_are_those_planned(ranks: list[Any], script: ModuleType, case: str) -> None:
+    requests = [Request(name, counts, max(bag, 1)) for name, bag, counts in script.REQUESTS]
+    sizes = {name: rows * script.WIDTH for name, rows in script.SIZES.items()}
+    exchanged = Exchanged(sizes, script.WIDTH, lookups=(requests,))
+    forward, backward = script.FORMATS[case]
+    for rank, found in enumerate(ranks):
+        wire = found[case]["wire"]
+        planned = {"all_gather": 0, "all_to_all": 0}
+        for call in table_calls(exchanged, Tables(forward=forward, backward=backward), script.RANKS, rank):
+            planned[call.collective] += sum(call.given.values())
+            assert 0 < call.sent < sum(call.given.values()) or call.collective == "all_gather"
+        assert planned == {"all_gather": wire["all_gather"], "all_to_all": sum(wire["given"].values())}
+    assert busiest(exchanged, script.RANKS) == max(
+        (0, 1), key=lambda rank: sum(ranks[rank]["fp32"]["wire"]["given"].values())
+    )
+
+
 def test_fp8_is_less_than_a_third_of_fp32_on_the_wire(ranks: list[Any]) -> None:
-    assert ranks[0]["fp8_both"]["wire"]["bytes"] < ranks[0]["fp32"]["wire"]["bytes"] / 3
+    given = {case: ranks[0][case]["wire"]["given"] for case in ("fp8_both", "fp32")}
+    assert given["fp8_both"][torch.uint8] < given["fp32"][torch.float32] / 3
 
 
 def test_a_sharded_model_trains_as_the_whole_one(ranks: list[Any], script: ModuleType) -> None:
