@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +13,7 @@ from .config import GemConfig
 from .functional import ACTIVATION_FUNCTIONS, EPS, RMSNorm, linear, unit_rms
 from .jagged import Rows, Window, even_rows
 from .jagged_operator import gated_jagged_attention, jagged_attention
-from .kernels.reference import Rules
+from .kernels.reference import Rules, time_bucket
 
 
 def pointwise_attention(
@@ -36,7 +37,7 @@ def pointwise_attention(
         heads: divides D.
         activation: zero at zero.
         mask: [Lq, Lk] bool, true where a query may look.
-        bias: [H, Lq, Lk], added to scores.
+        bias: [H, Lq, Lk] or [B, H, Lq, Lk], added to scores.
 
     Returns:
         [B, Lq, D] in the type of ``v``.
@@ -121,12 +122,31 @@ class Pooling(nn.Module):
         return pointwise_attention(q, k, v, heads=self.config.heads, activation=activation)
 
 
+class _ByBucket(torch.autograd.Function):
+    """``table[:, bucket]``, whose gradient is summed bucket by bucket: no atomic additions, the same bits every run."""
+
+    @staticmethod
+    def forward(table: Tensor, bucket: Tensor) -> Tensor:
+        return table[:, bucket]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.buckets = inputs[0].shape[1]
+        ctx.save_for_backward(inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (bucket,) = ctx.saved_tensors
+        sums = [(grads[0] * (bucket == b)).flatten(1).sum(1) for b in range(ctx.buckets)]
+        return torch.stack(sums, 1), None
+
+
 class SequenceArch(nn.Module):
     """The sequence side of a layer: personalized feed-forward, then self-attention.
 
     The feed-forward is GDPA as in Kunlun (arXiv:2602.10016): every token queries a few key/value tokens that are made
     from its row's feature summary. Self-attention is HSTU's (arXiv:2402.17152): one projection to U, V, Q and K, a
-    pointwise activation, a norm and the gate U.
+    pointwise activation, a norm and the gate U; both parts of its bias, of position and of time, are optional.
     """
 
     def __init__(self, config: GemConfig) -> None:
@@ -140,6 +160,8 @@ class SequenceArch(nn.Module):
         self.uvqk = linear(d, 4 * d, config)
         bias = torch.zeros(config.heads, config.bias_reach) if config.bias_reach else None
         self.position_bias = None if bias is None else nn.Parameter(bias)
+        bias = torch.zeros(config.heads, config.time_buckets) if config.time_buckets else None
+        self.time_bias = None if bias is None else nn.Parameter(bias)
         self.attention_norm = RMSNorm(d, config)
         self.out = linear(d, d, config)
 
@@ -149,7 +171,7 @@ class SequenceArch(nn.Module):
         Args:
             tokens: [T, d].
             summary: [B, n_summary, d], the feature summary of each row.
-            window: the whole rows, padded or as they lie.
+            window: the whole rows, padded or as they lie; with ``time_buckets`` they have times.
 
         Returns:
             [T, d].
@@ -177,14 +199,33 @@ class SequenceArch(nn.Module):
         config = self.config
         if not isinstance(window, Window):
             rules = attention_rules(window, window, config, causal=True)
-            return gated_jagged_attention(uvqk, window.offsets, rules, heads=config.heads, bias=self.position_bias)
+            times = None if self.time_bias is None else window.times
+            return gated_jagged_attention(
+                uvqk, window.offsets, rules, heads=config.heads, bias=self.position_bias, times=times,
+                time_bias=self.time_bias,
+            )  # fmt: skip
         activation = ACTIVATION_FUNCTIONS[config.activation]
         u, vqk = uvqk.split([config.d, 3 * config.d], -1)
         v, q, k = window.pad(vqk).chunk(3, -1)
         mask = sequence_mask(window.width, config.n_summary, config.window, vqk.device)
+        out = pointwise_attention(
+            q, k, v, heads=config.heads, activation=activation, mask=mask, bias=self._bias(window)
+        )
+        return u, window.flatten(out)
+
+    def _bias(self, window: Window) -> Tensor | None:
+        """What is added to the scores of padded rows, [H, L, L], with one of time [B, H, L, L]; None for nothing."""
+        config, at = self.config, torch.arange(window.width, device=window.offsets.device)
         bias = None
         if self.position_bias is not None:
-            at = torch.arange(window.width, device=vqk.device)
             bias = self.position_bias[:, (at.unsqueeze(1) - at).clamp(0, config.bias_reach - 1)]
-        out = pointwise_attention(q, k, v, heads=config.heads, activation=activation, mask=mask, bias=bias)
-        return u, window.flatten(out)
+        if self.time_bias is None:
+            return bias
+        assert window.times is not None, "a bias of time needs times"
+        # What empty slots read here meets values of zero.
+        when = window.times[window.pad_index].view(window.batch, window.width)
+        bucket = time_bucket(when.unsqueeze(2) - when.unsqueeze(1), config.time_buckets)
+        # The closing summary tokens are no events: they have no time, and events do not see them.
+        of_events = (at < window.width - config.n_summary).unsqueeze(1)
+        of_time = _ByBucket.apply(self.time_bias, bucket).transpose(0, 1) * of_events
+        return of_time if bias is None else of_time + bias

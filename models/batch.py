@@ -35,6 +35,9 @@ class Batch:
     groups: Tensor
     #: Rows that count, known on the host.
     rows: int
+    #: [T] int64: when each event was, in seconds, 0 for dead tokens; only differences within a row mean anything. None
+    #: where the source was not asked for them.
+    event_times: Tensor | None = None
 
     def to(self, device: str | torch.device, *, non_blocking: bool = False) -> Batch:
         """Return the batch with its tensors on ``device``."""

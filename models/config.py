@@ -12,6 +12,8 @@ RESIDUALS = ("fp32", "autocast")
 ATTENTIONS = ("padded", "jagged")
 #: The widest head that the kernels of jagged attention take.
 MAX_JAGGED_HEAD = 128
+#: Bit lengths that a difference of times can have.
+MAX_TIME_BUCKETS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +56,10 @@ class GemConfig:
     #: Distances that self-attention has a learned bias for, one a head, added to scores; further ones share the last. A
     #: power of two, or 0 for no bias.
     bias_reach: int = 0
+    #: Buckets of the time between two events that self-attention has a learned bias for, one a head, added to scores:
+    #: the bit length of the difference in seconds, longer ones sharing the last. A power of two up to 64, or 0 for no
+    #: such bias; needs a data source with times.
+    time_buckets: int = 0
     head_hidden: int = 128
     #: Feed-forward networks that each layer's feature tokens are spread over; 0 for none.
     experts: int = 0
@@ -94,6 +100,11 @@ class GemConfig:
             raise NarrowgateError(f"model field 'window' must be at least 1 or none, found {self.window}")
         if self.bias_reach < 0 or self.bias_reach & (self.bias_reach - 1):
             raise NarrowgateError(f"model field 'bias_reach' must be a power of two or 0, found {self.bias_reach}")
+        if not 0 <= self.time_buckets <= MAX_TIME_BUCKETS or self.time_buckets & (self.time_buckets - 1):
+            raise NarrowgateError(
+                f"model field 'time_buckets' must be a power of two up to {MAX_TIME_BUCKETS} or 0, found"
+                f" {self.time_buckets}"
+            )
         if self.norm_block is not None and (self.norm_block < 1 or self.d % self.norm_block):
             raise NarrowgateError(f"model field 'norm_block' must divide d = {self.d}, found {self.norm_block}")
         if self.experts < 0:

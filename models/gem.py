@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ..precision.errors import NarrowgateError
 from .attention import Pooling, SequenceArch
 from .batch import Batch
 from .checkpointing import Checkpointed
@@ -103,13 +104,22 @@ class GemModel(nn.Module):
         self.heads = nn.ModuleList(Head(width, config) for _ in features.tasks)
 
     def forward(self, batch: Batch) -> Tensor:
-        """Return logits [B, tasks], FP32."""
+        """Return logits [B, tasks], FP32.
+
+        Raises:
+            NarrowgateError: a batch without times for a model with ``time_buckets``.
+        """
         config = self.config
+        times = batch.event_times if config.time_buckets else None
+        if config.time_buckets and times is None:
+            raise NarrowgateError(
+                f"this batch has no event_times, which model field 'time_buckets' = {config.time_buckets} needs"
+            )
         stream = self._stream_dtype(batch.events.device.type)
         features = self.sparse(batch)
         features = features if stream is None else features.to(stream)
         events = self.encoder(batch, self.sparse, stream)
-        tokens, layout = append_tokens(events, Jagged(batch.event_rows, batch.offsets), self.summary(features))
+        tokens, layout = append_tokens(events, Jagged(batch.event_rows, batch.offsets, times), self.summary(features))
         padded = config.attention == "padded"
         window = layout.window(config.max_tokens) if padded else layout.last(config.max_tokens)
         tail = layout.window(config.n_summary + config.n_recent)

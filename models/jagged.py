@@ -7,7 +7,7 @@ atomic additions: repeatable, and fast under ``torch.compile``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -38,6 +38,8 @@ class Rows:
     width: int
     #: [B + 1] int64.
     offsets: Tensor
+    #: As :attr:`Jagged.times`.
+    times: Tensor | None = field(default=None, kw_only=True)
 
     @property
     def batch(self) -> int:
@@ -75,10 +77,12 @@ class Jagged:
     rows: Tensor
     #: [B + 1] int64.
     offsets: Tensor
+    #: [T] int64: when each token was, in seconds of any origin; None where nobody asks.
+    times: Tensor | None = None
 
     def last(self, width: int) -> Rows:
         """Return the last ``width`` tokens of every row, where they lie."""
-        return Rows(width, self.offsets)
+        return Rows(width, self.offsets, times=self.times)
 
     def window(self, width: int) -> Window:
         """Return the map to the last ``width`` tokens of every row."""
@@ -98,6 +102,7 @@ class Jagged:
             present.reshape(-1),
             torch.where(kept, row * width + place, 0),
             kept,
+            times=self.times,
         )
 
 
@@ -115,7 +120,7 @@ def append_tokens(x: Tensor, layout: Jagged, extra: Tensor) -> tuple[Tensor, Jag
         extra: [B, n, d], put behind the tokens of each row.
 
     Returns:
-        [T + B * n, d] with dead tokens still last and set to zero, and the new layout.
+        [T + B * n, d] with dead tokens still last and set to zero, and the new layout; the time of ``extra`` is 0.
     """
     batch, n, width = extra.shape
     tokens = x.shape[0]
@@ -129,4 +134,5 @@ def append_tokens(x: Tensor, layout: Jagged, extra: Tensor) -> tuple[Tensor, Jag
     rows = source_rows[source]
     both = torch.cat([x, extra.reshape(batch * n, width).to(x.dtype)])
     out = _Gather.apply(both, source, rows < batch, place, source_rows < batch)
-    return out, Jagged(rows, offsets)
+    times = None if layout.times is None else torch.cat([layout.times, layout.times.new_zeros(batch * n)])[source]
+    return out, Jagged(rows, offsets, times)

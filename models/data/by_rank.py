@@ -89,7 +89,9 @@ def part_of(batch: Batch, rank: int, ranks: int, training: TrainingConfig) -> Ba
     room = training.round_up(max(end - begin, -(-tokens // ranks)))
     event_rows, live = event_rows_of(offsets, room)
     place = torch.arange(room, device=index.device) + begin
-    events = torch.where(live.unsqueeze(1), batch.events[place.clamp_max(tokens - 1)], 0)
+    place = place.clamp_max(tokens - 1)
+    events = torch.where(live.unsqueeze(1), batch.events[place], 0)
+    times = batch.event_times
 
     def of(values: Tensor) -> Tensor:
         return values[index]
@@ -104,4 +106,5 @@ def part_of(batch: Batch, rank: int, ranks: int, training: TrainingConfig) -> Ba
         labels=of(batch.labels),
         groups=of(batch.groups),
         rows=max(min(batch.rows, last) - first, 0),
+        event_times=None if times is None else torch.where(live, times[place], 0),
     )

@@ -31,6 +31,8 @@ class HostRows:
     lengths: Ints
     #: [sum of lengths, event fields], row after row.
     events: Ints
+    #: [sum of lengths]: when each event was, in seconds; None where nobody asks.
+    event_times: Ints | None = None
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -45,6 +47,7 @@ class HostRows:
         return HostRows(
             self.sparse[index], tuple(bag[index] for bag in self.bags), self.dense[index], self.labels[index],
             self.groups[index], lengths, self.events[place],
+            None if self.event_times is None else self.event_times[place],
         )  # fmt: skip
 
     @staticmethod
@@ -53,7 +56,8 @@ class HostRows:
         if len(parts) == 1:
             return parts[0]
         bags = tuple(np.concatenate(columns) for columns in zip(*(part.bags for part in parts), strict=True))
-        names = ("sparse", "dense", "labels", "groups", "lengths", "events")
+        names = ["sparse", "dense", "labels", "groups", "lengths", "events"]
+        names += ["event_times"] if parts[0].event_times is not None else []
         joined = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
         return HostRows(bags=bags, **joined)
 
@@ -65,6 +69,10 @@ class HostRows:
         lengths = np.where(np.arange(size) < count, self.lengths[fill], 0)
         events = np.zeros((tokens, self.events.shape[1]), np.int64)
         events[: len(self.events)] = self.events
+        times = None
+        if self.event_times is not None:
+            times = np.zeros(tokens, np.int64)
+            times[: len(self.event_times)] = self.event_times
         offsets = to_device(np.concatenate([np.zeros(1, np.int64), lengths.cumsum()]), device)
         return Batch(
             sparse=to_device(self.sparse[fill], device),
@@ -76,4 +84,5 @@ class HostRows:
             labels=to_device(self.labels[fill], device),
             groups=to_device(self.groups[fill], device),
             rows=count,
+            event_times=None if times is None else to_device(times, device),
         )

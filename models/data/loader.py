@@ -75,6 +75,11 @@ class BatchSource(Protocol):
         ...
 
 
+def no_times(source: str, why: str) -> NarrowgateError:
+    """Return the error that a model asks for times of events that ``source`` does not have."""
+    return NarrowgateError(f"{source}: model field 'time_buckets' needs the times of events, but {why}")
+
+
 class Dataset:
     """Rows of one source, resident on one device, and the batches of a preset.
 
@@ -88,6 +93,10 @@ class Dataset:
         max_events: events that a row keeps.
         device: where the batches are.
         steps: training batches of a run; the preset's number by default.
+        times: whether batches carry the times of events.
+
+    Raises:
+        NarrowgateError: too few rows, or no times where they are asked for.
     """
 
     def __init__(
@@ -98,7 +107,11 @@ class Dataset:
         max_events: int,
         device: str | torch.device = "cpu",
         steps: int | None = None,
+        times: bool = False,
     ) -> None:
+        if times and not rows.seconds:
+            task = f", task {rows.facts['task']}" if "task" in rows.facts else ""
+            raise no_times(f"{rows.facts.get('name', 'data')}{task}", "it knows the order of events only")
         if len(rows.train) < training.batch_size or not len(rows.held_out):
             raise NarrowgateError(
                 f"{rows.facts.get('name', 'data')}: too few rows: {len(rows.train)} to train on and"
@@ -111,7 +124,7 @@ class Dataset:
         self.steps = planned if steps is None else steps
         start = np.maximum(rows.history_start, rows.history_end - max_events)
         self._lengths = rows.history_end - start
-        self._columns = _Columns(rows, start, self._lengths, self.device)
+        self._columns = _Columns(rows, start, self._lengths, self.device, times=times)
         lengths = self._lengths[rows.train]
         self._train_tokens = padded_tokens(lengths, training.batch_size, training, balanced=True)
 
@@ -235,7 +248,7 @@ def age_limits(device: torch.device) -> Tensor:
 class _Columns:
     """The rows' columns as tensors on the device."""
 
-    def __init__(self, rows: RowData, start: Ints, lengths: Ints, device: torch.device) -> None:
+    def __init__(self, rows: RowData, start: Ints, lengths: Ints, device: torch.device, *, times: bool) -> None:
         def put(array: np.ndarray) -> Tensor:
             return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
@@ -250,6 +263,7 @@ class _Columns:
         # One dead event behind the pool: what dead tokens read.
         self.events = put(np.concatenate([rows.events, np.zeros((1, rows.events.shape[1]), np.int64)]))
         self.event_times = put(np.concatenate([rows.event_times, np.zeros(1, np.int64)]))
+        self.with_times = times
         self.ages = age_limits(device)
         self.max_length = int(lengths.max(initial=0))
 
@@ -267,7 +281,8 @@ class _Columns:
         at = torch.arange(tokens, device=index.device)
         row = event_rows.clamp_max(size - 1)
         source = torch.where(live, self.start[index][row] + at - offsets[row], self.events.shape[0] - 1)
-        age = self.times[index][row] - self.event_times[source]
+        event_times = self.event_times[source]
+        age = self.times[index][row] - event_times
         bucket = torch.where(live, torch.bucketize(age, self.ages, right=True), 0)
         return Batch(
             sparse=self.sparse[index],
@@ -279,4 +294,5 @@ class _Columns:
             labels=self.labels[index],
             groups=self.groups[index],
             rows=count,
+            event_times=event_times if self.with_times else None,
         )

@@ -117,6 +117,7 @@ def read_ml_1m_next(folder: Path, *, negatives: int = NEGATIVES, latest: int | N
             "latest": latest,
             "split": "each user's last rating is held out, with sampled negatives; no input shows any of them",
         },
+        seconds=False,
     )
 
 

@@ -36,14 +36,14 @@ class RowData:
     labels: Floats
     #: [N]: rows of one user share a group.
     groups: Ints
-    #: [N]: seconds.
+    #: [N]: seconds, or where ``seconds`` is false anything that rises.
     times: Ints
     #: [N]: events strictly before the row, as a slice of the pool.
     history_start: Ints
     history_end: Ints
     #: [E, event fields - 1]: all event fields but the age.
     events: Ints
-    #: [E]: seconds.
+    #: [E]: in the unit of ``times``.
     event_times: Ints
     #: Row numbers of both sides of the split.
     train: Ints
@@ -52,6 +52,8 @@ class RowData:
     facts: dict[str, Any] = field(default_factory=dict)
     #: [held-out rows, tasks]: the true probabilities, where the source knows them.
     probabilities: NDArray[np.float64] | None = None
+    #: Whether times are more than an order.
+    seconds: bool = True
 
 
 def strictly_earlier(group: Ints, times: Ints, pool_group: Ints, pool_times: Ints) -> tuple[Ints, Ints]:

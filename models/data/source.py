@@ -35,17 +35,23 @@ def open_data(
 
     Args:
         uri: the source's name and, behind a colon, its place.
-        preset: a built-in size or a :class:`Preset`: batch sizes, steps, history length, amount of generated data.
+        preset: a built-in size or a :class:`Preset`: batch sizes, steps, history length, amount of generated data;
+            with ``time_buckets`` batches carry the times of events.
         device: where the batches shall be.
         steps: training batches of a run; the preset's number by default.
 
     Raises:
         NarrowgateError: unknown source, missing folder or files, a corrupt line (with file and line number), too few
-            rows.
+            rows, no times where the model needs them.
     """
     settings = get_preset(preset) if isinstance(preset, str) else preset
     name, colon, place = uri.partition(":")
-    room: _Room = {"max_events": settings.model.max_events, "device": device, "steps": steps}
+    room: _Room = {
+        "max_events": settings.model.max_events,
+        "device": device,
+        "steps": steps,
+        "times": settings.model.time_buckets > 0,
+    }
     if name == _GENERATED:
         if colon:
             raise NarrowgateError(f"data source '{name}' takes no place, found '{uri}'")
@@ -68,6 +74,7 @@ class _Room(TypedDict):
     max_events: int
     device: str | torch.device
     steps: int | None
+    times: bool
 
 
 def _known() -> list[str]:

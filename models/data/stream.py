@@ -50,6 +50,7 @@ class StreamDataset:
         max_events: events that a row keeps.
         device: where the batches are drawn.
         steps: training batches of a run; by default what ``training`` and ``config.rows`` allow.
+        times: whether batches carry the times of events.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class StreamDataset:
         max_events: int,
         device: str | torch.device = "cpu",
         steps: int | None = None,
+        times: bool = False,
     ) -> None:
         if config.rows < training.batch_size:
             raise NarrowgateError(
@@ -73,6 +75,7 @@ class StreamDataset:
         planned = min(training.steps, int(training.epochs * config.rows) // training.batch_size)
         self.steps = planned if steps is None else steps
         self.max_events = max_events
+        self.times = times
 
     def __getstate__(self) -> dict[str, Any]:
         # The world is drawn again where it is needed rather than sent.
@@ -195,7 +198,7 @@ class StreamDataset:
         truth = self._probabilities(drawn.odds)
         clicked = drawn.uniform[0] < truth[:, 0]
         converted = clicked & (drawn.uniform[1] * truth[:, 0] < truth[:, 1])
-        return drawn.batch(torch.stack([clicked, converted], 1).float(), rows), drawn.odds
+        return drawn.batch(torch.stack([clicked, converted], 1).float(), rows, times=self.times), drawn.odds
 
     @cached_property
     def _typical(self) -> Ints:

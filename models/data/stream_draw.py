@@ -23,11 +23,12 @@ _MET, _CONVERTED = 0.4, 0.1
 class Drawn:
     """A batch without its labels."""
 
-    #: [B, fields], two of [B, 6], [B, numbers], [T, event fields], [T], [B + 1].
+    #: [B, fields], two of [B, 6], [B, numbers], [T, event fields], [T], [T], [B + 1].
     sparse: Tensor
     bags: tuple[Tensor, Tensor]
     numbers: Tensor
     events: Tensor
+    event_times: Tensor
     event_rows: Tensor
     offsets: Tensor
     #: [B, 2]: log odds of a click, and of a conversion after it, before centring.
@@ -35,11 +36,12 @@ class Drawn:
     #: [2, B]: what both are compared with.
     uniform: Tensor
 
-    def batch(self, labels: Tensor, rows: int) -> Batch:
-        """Return the batch with its labels [B, 2]; ``rows`` of it count."""
+    def batch(self, labels: Tensor, rows: int, *, times: bool) -> Batch:
+        """Return the batch with its labels [B, 2], and the times of events if they are asked for; ``rows`` count."""
         return Batch(
             sparse=self.sparse, bags=self.bags, dense=self.numbers, events=self.events, event_rows=self.event_rows,
             offsets=self.offsets, labels=labels, groups=self.sparse[:, 0], rows=rows,
+            event_times=self.event_times if times else None,
         )  # fmt: skip
 
 
@@ -79,12 +81,16 @@ class Draw:
         places = contexts + (self.config.context_rows + 1) * torch.arange(self.config.contexts, device=self.device)
         click = world.click_odds(user, item, places, numbers, interest, angle)
         event_category = torch.where(live, world.category[event_item], 0)
-        events = torch.stack([event_item, event_category, action, self._ages(row, offsets, live)], 1)
+        age = torch.where(live, self._ages(row, offsets), 0)
+        gap = torch.bucketize(age, age_limits(self.device), right=True)
+        events = torch.stack([event_item, event_category, action, gap], 1)
         return Drawn(
             sparse=torch.cat([torch.stack([user, item, world.segment[user], category], 1), contexts], 1),
             bags=(world.item_tags[item], world.user_tags[user]),
             numbers=numbers,
             events=events,
+            # The request is at 0.
+            event_times=-age,
             event_rows=event_rows,
             offsets=offsets,
             odds=torch.stack([click, world.conversion_odds(user, item)], 1),
@@ -112,12 +118,11 @@ class Draw:
         again = (self._uniform(size) < _MET) & (count > 0)
         return torch.where(again, met, self._popular(self.config.items, size))
 
-    def _ages(self, row: Tensor, offsets: Tensor, live: Tensor) -> Tensor:
-        """Return the bucket [T] of each event's age: gaps are exponential, ages their sums from the newest back."""
+    def _ages(self, row: Tensor, offsets: Tensor) -> Tensor:
+        """Return each event's age [T] in seconds: gaps are exponential, ages their sums from the newest back."""
         gaps = 1 + (-_MEAN_GAP_S * torch.log1p(-self._uniform(len(row)))).long()
         total = gaps.cumsum(0)
-        age = total[(offsets[1:][row] - 1).clamp_min(0)] - total + gaps
-        return torch.where(live, torch.bucketize(age, age_limits(self.device), right=True), 0)
+        return total[(offsets[1:][row] - 1).clamp_min(0)] - total + gaps
 
 
 def _latest(offsets: Tensor, tokens: int) -> tuple[Tensor, Tensor]:

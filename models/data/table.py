@@ -20,7 +20,7 @@ from ..features import FeatureSpec
 from ..presets import TrainingConfig
 from .balance import deal
 from .host_rows import HostRows
-from .loader import BatchStream, padded_bound
+from .loader import BatchStream, no_times, padded_bound
 from .table_file import BadRows, TableFile
 from .table_rows import Checked, RowReader
 from .table_schema import TableSchema
@@ -75,9 +75,11 @@ class TableDataset:
         max_events: events that a row keeps.
         device: where the batches shall be.
         steps: training batches of a run; the preset's number by default.
+        times: whether batches carry the times of events.
 
     Raises:
-        NarrowgateError: too many bad rows, too few good ones, a label that never varies.
+        NarrowgateError: too many bad rows, too few good ones, a label that never varies, no times where they are asked
+            for.
     """
 
     def __init__(
@@ -88,14 +90,19 @@ class TableDataset:
         max_events: int,
         device: str | torch.device = "cpu",
         steps: int | None = None,
+        times: bool = False,
     ) -> None:
+        history = file.schema.history
+        if times and (history is None or history.times is None):
+            why = "there is no history" if history is None else "its schema has no field 'history.times'"
+            raise no_times(file.schema.table or str(file.path), why)
         self.file = file
         self.training = training
         self.device = torch.device(device)
         self.max_events = max_events
         schema = file.schema
         last = 0 if schema.split.last is None else max(1, round(schema.split.last * file.records))
-        self._reader = RowReader(schema, max_events, file.first + file.records - last)
+        self._reader = RowReader(schema, max_events, file.first + file.records - last, times=times)
         self._bad = file.bad_rows()
         self._totals = _Totals()
         for part in self._parts(self._bad):

@@ -40,12 +40,14 @@ class RowReader:
         schema: of the table.
         max_events: events that a row keeps, the latest.
         cutoff: number of the first row that ``split.last`` holds out.
+        times: whether rows carry the times of their events, which the schema then has.
     """
 
-    def __init__(self, schema: TableSchema, max_events: int, cutoff: int) -> None:
+    def __init__(self, schema: TableSchema, max_events: int, cutoff: int, *, times: bool = False) -> None:
         self.schema = schema
         self.max_events = max_events
         self.cutoff = cutoff
+        self.times = times
 
     def check_types(self, arrow: pa.Schema, file: str) -> None:
         """Refuse columns of a type that cannot hold what the schema says.
@@ -84,7 +86,7 @@ class RowReader:
             _number(column(name), name, logarithm=entry.log, faults=faults) for name, entry in schema.numeric.items()
         ]
         bags = tuple(self._bag(column(name), name, faults) for name in schema.multi_hot)
-        lengths, events = self._history(column, times, faults)
+        lengths, events, event_times = self._history(column, times, faults)
         groups = self._groups(column, piece.numbers, faults)
         held_out = self._held_out(column, piece.numbers, groups, faults)
         rows = HostRows(
@@ -95,6 +97,7 @@ class RowReader:
             groups=groups,
             lengths=lengths,
             events=events,
+            event_times=event_times if self.times else None,
         )
         there = np.stack([there for _, there in parsed], 1) if parsed else np.zeros((count, 0), bool)
         for row in np.flatnonzero(faults.bad):
@@ -121,11 +124,11 @@ class RowReader:
         out[owner[kept], place[kept]] = values[kept]
         return out
 
-    def _history(self, column: Column, times: Ints | None, faults: Faults) -> tuple[Ints, Ints]:
-        """Return the lengths [n] and the events [sum, fields]: ids, and the bucket of the age last."""
+    def _history(self, column: Column, times: Ints | None, faults: Faults) -> tuple[Ints, Ints, Ints | None]:
+        """Return the lengths [n], the events [sum, fields]: ids, and the bucket of the age last, and times [sum]."""
         history, count = self.schema.history, faults.count
         if history is None:
-            return np.zeros(count, np.int64), np.zeros((0, 1), np.int64)
+            return np.zeros(count, np.int64), np.zeros((0, 1), np.int64), None
         names, first, parts = list(history.fields), None, []
         for name in names:
             flat, offsets = columns.lists(column(name), name, history.separator, faults)
@@ -134,10 +137,10 @@ class RowReader:
             faults.mark(np.diff(offsets) != np.diff(first), name, column(name), f"as many events as '{names[0]}' has")
             parts.append((flat, offsets))
         assert first is not None
-        ages = None
+        found = None
         if history.times is not None:
             assert times is not None, "the schema asks for a timestamp"
-            ages = self._ages(column(history.times), first, times, faults)
+            found = self._times(column(history.times), first, times, faults)
         # Rows that are fine keep their latest events; the others none.
         lengths = np.where(faults.bad, 0, np.minimum(np.diff(first), self.max_events))
         within = np.arange(int(lengths.sum())) - np.repeat(lengths.cumsum() - lengths, lengths)
@@ -146,11 +149,15 @@ class RowReader:
             place = np.repeat(offsets[1:] - lengths, lengths) + within
             fields.append(_flat_ids(flat, name, history.fields[name].rows)[place])
         place = np.repeat(first[1:] - lengths, lengths) + within
-        fields.append(np.zeros(len(place), np.int64) if ages is None else ages[place])
-        return lengths, np.stack(fields, 1)
+        if found is None or times is None:
+            return lengths, np.stack([*fields, np.zeros(len(place), np.int64)], 1), None
+        event_times = found[place]
+        age = np.repeat(times, lengths) - event_times
+        fields.append(np.searchsorted(_AGE_LIMITS, age, side="right"))
+        return lengths, np.stack(fields, 1), event_times
 
-    def _ages(self, column: pa.Array, first: Ints, times: Ints, faults: Faults) -> Ints:
-        """Return the bucket of each event's age, along the flat events of ``first``; [first[-1]]."""
+    def _times(self, column: pa.Array, first: Ints, times: Ints, faults: Faults) -> Ints:
+        """Return each event's time in seconds, along the flat events of ``first``; [first[-1]]."""
         history = self.schema.history
         assert history is not None
         assert history.times is not None
@@ -166,10 +173,10 @@ class RowReader:
         falling = np.concatenate([np.zeros(1, bool), (np.diff(at) < 0) & (np.diff(owner) == 0)])[: len(at)]
         faults.mark(_any(falling, owner, len(times)), name, column, "the oldest event first")
         out = np.zeros(int(first[-1]), np.int64)
-        # Where the two disagree in length the row is bad already: its ages are not read.
+        # Where the two disagree in length the row is bad already: its times are not read.
         aligned = np.repeat(np.diff(offsets) == np.diff(first), np.diff(offsets))
         target = np.arange(len(at)) - offsets[owner] + first[owner]
-        out[target[aligned]] = np.searchsorted(_AGE_LIMITS, age[aligned], side="right")
+        out[target[aligned]] = at[aligned]
         return out
 
     def _groups(self, column: Column, numbers: Ints, faults: Faults) -> Ints:

@@ -10,6 +10,9 @@ With UNIT, queries and keys are divided by their root mean square without being 
 so the products take the tokens as they lie, and what they give is multiplied by the inverses. Those of keys come from
 ``attention_inverse_rms_kernel``; those of queries the forward kernel finds on its way, and backward reads both.
 
+With BUCKETS, scores have a bias of the time between query and key. Its gradient is a histogram of each tile, added up
+bucket by bucket by the kernel over tiles of queries; without, nothing of it is compiled.
+
 Activations are zero at zero. So positions past a row's end, which load as zeros, add nothing and need no mask;
 only tiles that the causal diagonal or the window's edge crosses are masked element by element.
 """
@@ -25,15 +28,19 @@ import triton.language as tl
 from .jagged_tiles import (
     activate,
     bias_at,
+    bias_of,
+    buckets_of,
     clear,
     inverse_rms,
     keys_of,
     load_inverse,
+    load_times,
     load_tokens,
     place_of,
     queries_of,
     row_of,
     store_tokens,
+    sum_by_bucket,
     sum_by_distance,
     through_rms,
     visible,
@@ -56,10 +63,11 @@ def attention_inverse_rms_kernel(
 
 @triton.jit
 def _forward_tile(
-    acc, query, i, j0, k, v, first, queries, keys, k_stride, v_stride, scale, of_queries, k_inverse, bias, window,
-    limited,
-    MASKED: tl.constexpr, WINDOWED: tl.constexpr, UNIT: tl.constexpr, REACH: tl.constexpr, ACTIVATION: tl.constexpr,
-    HEADS: tl.constexpr, DH: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
+    acc, query, i, j0, k, v, first, queries, keys, k_stride, v_stride, scale, of_queries, k_inverse, bias, times,
+    time_bias, when, window, limited,
+    MASKED: tl.constexpr, WINDOWED: tl.constexpr, UNIT: tl.constexpr, REACH: tl.constexpr, BUCKETS: tl.constexpr,
+    ACTIVATION: tl.constexpr, HEADS: tl.constexpr, DH: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     j = j0 + tl.arange(0, BN)
     key = load_tokens(k, first, j, keys, k_stride, DH, BD)
@@ -71,6 +79,10 @@ def _forward_tile(
         scores *= scale
     if REACH:
         scores += bias_at(bias, i[:, None] + (keys - queries) - j[None, :], REACH)
+    if BUCKETS:
+        counted = (i < limited)[:, None] & (j < keys)[None, :]
+        bucket = buckets_of(when[:, None], load_times(times, first, j, keys)[None, :], counted, BUCKETS)
+        scores += bias_of(time_bias, bucket)
     scores, _ = activate(scores, ACTIVATION)
     if MASKED:
         scores = tl.where(visible(i[:, None], j[None, :], keys - queries, window, limited, WINDOWED), scores, 0.0)
@@ -79,17 +91,18 @@ def _forward_tile(
 
 @triton.jit
 def attention_forward_kernel(
-    q, k, v, out, q_inverse, k_inverse, bias, q_offsets, kv_offsets, q_stride, q_head, k_stride, k_head, v_stride,
-    v_head,
-    rows, sweepers, q_tokens, kv_tokens, tiles, max_q, max_kv, scale, inverse_norm, window, n_summary, eps,
+    q, k, v, out, q_inverse, k_inverse, bias, times, time_bias, q_offsets, kv_offsets, q_stride, q_head, k_stride,
+    k_head, v_stride, v_head, rows, sweepers, q_tokens, kv_tokens, tiles, max_q, max_kv, scale, inverse_norm, window,
+    n_summary, eps,
     ACTIVATION: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, UNIT: tl.constexpr, REACH: tl.constexpr,
-    HEADS: tl.constexpr, DH: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BUCKETS: tl.constexpr, HEADS: tl.constexpr, DH: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """``out`` [Tq, H, dh], contiguous; strides of the inputs are those of tokens and of heads, in elements.
 
     With UNIT, ``k_inverse`` [Tk, H] is read and ``q_inverse`` [Tq, H] written, for the queries that count. With REACH,
-    ``bias`` [H, REACH], FP32, is added to scores.
+    ``bias`` [H, REACH], FP32, is added to scores; with BUCKETS so is ``time_bias`` [H, BUCKETS], FP32, by how far apart
+    ``times`` [Tk], int64, are: that of the key, and that of the key at which the query stands.
     """
     tile, head, row = place_of(tiles, HEADS)
     if CAUSAL:
@@ -106,6 +119,10 @@ def attention_forward_kernel(
         i = i0 + tl.arange(0, BM)
         query = load_tokens(q + head * q_head, first, i, queries, q_stride, DH, BD)
         bias += head * REACH
+        time_bias += head * BUCKETS
+        when = i
+        if BUCKETS:
+            when = load_times(times, first_key, i + (keys - queries), keys)
         of_queries = tl.full([BM], 1.0, tl.float32)
         if UNIT:
             k_inverse += head
@@ -119,7 +136,8 @@ def attention_forward_kernel(
         for j0 in range(inner, outer, BN):
             acc = _forward_tile(
                 acc, query, i, j0, k, v, first_key, queries, keys, k_stride, v_stride, scale, of_queries, k_inverse,
-                bias, window, limited, False, WINDOWED, UNIT, REACH, ACTIVATION, HEADS, DH, BD, BN, PRECISION,
+                bias, times, time_bias, when, window, limited, False, WINDOWED, UNIT, REACH, BUCKETS, ACTIVATION, HEADS,
+                DH, BD, BN, PRECISION,
             )  # fmt: skip
         if CAUSAL:
             before = tl.cdiv(inner - low, BN)
@@ -127,18 +145,19 @@ def attention_forward_kernel(
                 j0 = tl.where(step < before, low + step * BN, outer + (step - before) * BN)
                 acc = _forward_tile(
                     acc, query, i, j0, k, v, first_key, queries, keys, k_stride, v_stride, scale, of_queries, k_inverse,
-                    bias, window, limited, True, WINDOWED, UNIT, REACH, ACTIVATION, HEADS, DH, BD, BN, PRECISION,
+                    bias, times, time_bias, when, window, limited, True, WINDOWED, UNIT, REACH, BUCKETS, ACTIVATION,
+                    HEADS, DH, BD, BN, PRECISION,
                 )  # fmt: skip
         store_tokens(out, first, i, queries, acc * inverse_norm, HEADS * DH, DH, BD)
 
 
 @triton.jit
 def _query_gradient_tile(
-    acc, of_bias, query, grad, i, i0, j0, k, v, first, queries, keys, k_stride, v_stride, scale, of_queries, k_inverse,
-    bias, window, limited,
-    MASKED: tl.constexpr, WINDOWED: tl.constexpr, UNIT: tl.constexpr, REACH: tl.constexpr, ACTIVATION: tl.constexpr,
-    HEADS: tl.constexpr, DH: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    PRECISION: tl.constexpr,
+    acc, of_bias, of_time, query, grad, i, i0, j0, k, v, first, queries, keys, k_stride, v_stride, scale, of_queries,
+    k_inverse, bias, times, time_bias, when, window, limited,
+    MASKED: tl.constexpr, WINDOWED: tl.constexpr, UNIT: tl.constexpr, REACH: tl.constexpr, BUCKETS: tl.constexpr,
+    ACTIVATION: tl.constexpr, HEADS: tl.constexpr, DH: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     j = j0 + tl.arange(0, BN)
     key = load_tokens(k, first, j, keys, k_stride, DH, BD)
@@ -153,30 +172,37 @@ def _query_gradient_tile(
         scores *= scale
     if REACH:
         scores += bias_at(bias, i[:, None] + (keys - queries) - j[None, :], REACH)
+    bucket = 0
+    if BUCKETS:
+        counted = (i < limited)[:, None] & (j < keys)[None, :]
+        bucket = buckets_of(when[:, None], load_times(times, first, j, keys)[None, :], counted, BUCKETS)
+        scores += bias_of(time_bias, bucket)
     _, slope = activate(scores, ACTIVATION)
     inner *= slope
     if MASKED:
         inner = tl.where(visible(i[:, None], j[None, :], keys - queries, window, limited, WINDOWED), inner, 0.0)
     if REACH:
         of_bias = sum_by_distance(of_bias, inner, i0 + keys - queries - j0, BM, BN, REACH)
+    if BUCKETS:
+        of_time = sum_by_bucket(of_time, inner, bucket, BUCKETS)
     if UNIT:
         inner *= of_keys
-    return tl.dot(inner.to(key.dtype), key, acc, input_precision=PRECISION), of_bias
+    return tl.dot(inner.to(key.dtype), key, acc, input_precision=PRECISION), of_bias, of_time
 
 
 @triton.jit
 def attention_query_gradient_kernel(
-    q, k, v, grad, q_grad, bias_grad, q_inverse, k_inverse, bias, q_offsets, kv_offsets, q_stride, q_head, k_stride,
-    k_head, v_stride, v_head, grad_stride, grad_head, q_grad_stride, rows, sweepers, q_tokens, kv_tokens, tiles,
-    max_q, max_kv, scale,
-    inverse_norm, window, n_summary,
+    q, k, v, grad, q_grad, bias_grad, time_grad, q_inverse, k_inverse, bias, times, time_bias, q_offsets, kv_offsets,
+    q_stride, q_head, k_stride, k_head, v_stride, v_head, grad_stride, grad_head, q_grad_stride, rows, sweepers,
+    q_tokens, kv_tokens, tiles, max_q, max_kv, scale, inverse_norm, window, n_summary,
     ACTIVATION: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, UNIT: tl.constexpr, REACH: tl.constexpr,
-    HEADS: tl.constexpr, DH: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BUCKETS: tl.constexpr, HEADS: tl.constexpr, DH: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """``q_grad`` [Tq, H, dh], whose heads lie side by side.
 
-    With REACH also a program's own row of ``bias_grad``, FP32 [programs, REACH], which is all zeros before.
+    With REACH also a program's own row of ``bias_grad``, FP32 [programs, REACH], which is all zeros before; with
+    BUCKETS that of ``time_grad``, FP32 [programs, BUCKETS].
     """
     tile, head, row = place_of(tiles, HEADS)
     if CAUSAL:
@@ -198,27 +224,30 @@ def attention_query_gradient_kernel(
             of_queries = load_inverse(q_inverse + head, first, i, queries, HEADS)
         bias += head * REACH
         of_bias = tl.zeros([REACH if REACH else 1], tl.float32)
+        time_bias += head * BUCKETS
+        of_time = tl.zeros([BUCKETS if BUCKETS else 1], tl.float32)
+        when = i
+        if BUCKETS:
+            when = load_times(times, first_key, i + (keys - queries), keys)
         limited = queries - n_summary
         low, inner, outer, high = keys_of(
             i0, tl.minimum(i0 + BM, queries), queries, keys, window, n_summary, CAUSAL, WINDOWED, BN
         )
         acc = tl.zeros([BM, BD], tl.float32)
         for j0 in range(inner, outer, BN):
-            acc, of_bias = _query_gradient_tile(
-                acc, of_bias, query, above, i, i0, j0, k, v, first_key, queries, keys, k_stride, v_stride, scale,
-                of_queries, k_inverse, bias, window, limited, False, WINDOWED, UNIT, REACH, ACTIVATION, HEADS, DH, BD,
-                BM,
-                BN, PRECISION,
+            acc, of_bias, of_time = _query_gradient_tile(
+                acc, of_bias, of_time, query, above, i, i0, j0, k, v, first_key, queries, keys, k_stride, v_stride,
+                scale, of_queries, k_inverse, bias, times, time_bias, when, window, limited, False, WINDOWED, UNIT,
+                REACH, BUCKETS, ACTIVATION, HEADS, DH, BD, BM, BN, PRECISION,
             )  # fmt: skip
         if CAUSAL:
             before = tl.cdiv(inner - low, BN)
             for step in range(0, before + tl.cdiv(high - outer, BN)):
                 j0 = tl.where(step < before, low + step * BN, outer + (step - before) * BN)
-                acc, of_bias = _query_gradient_tile(
-                    acc, of_bias, query, above, i, i0, j0, k, v, first_key, queries, keys, k_stride, v_stride, scale,
-                    of_queries, k_inverse, bias, window, limited, True, WINDOWED, UNIT, REACH, ACTIVATION, HEADS, DH,
-                    BD,
-                    BM, BN, PRECISION,
+                acc, of_bias, of_time = _query_gradient_tile(
+                    acc, of_bias, of_time, query, above, i, i0, j0, k, v, first_key, queries, keys, k_stride, v_stride,
+                    scale, of_queries, k_inverse, bias, times, time_bias, when, window, limited, True, WINDOWED, UNIT,
+                    REACH, BUCKETS, ACTIVATION, HEADS, DH, BD, BM, BN, PRECISION,
                 )  # fmt: skip
         acc *= scale * inverse_norm
         if UNIT:
@@ -227,14 +256,18 @@ def attention_query_gradient_kernel(
         if REACH:
             own = bias_grad + tl.program_id(0).to(tl.int64) * REACH
             tl.store(own + tl.arange(0, REACH), of_bias * inverse_norm)
+        if BUCKETS:
+            own = time_grad + tl.program_id(0).to(tl.int64) * BUCKETS
+            tl.store(own + tl.arange(0, BUCKETS), of_time * inverse_norm)
 
 
 @triton.jit
 def _key_gradient_tile(
-    of_key, of_value, key, value, j, i0, q, grad, first, queries, keys, q_stride, grad_stride, scale, of_keys,
-    q_inverse, bias, window, limited,
-    MASKED: tl.constexpr, WINDOWED: tl.constexpr, UNIT: tl.constexpr, REACH: tl.constexpr, ACTIVATION: tl.constexpr,
-    HEADS: tl.constexpr, DH: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, PRECISION: tl.constexpr,
+    of_key, of_value, key, value, j, i0, q, grad, first, first_key, queries, keys, q_stride, grad_stride, scale,
+    of_keys, q_inverse, bias, times, time_bias, when, window, limited,
+    MASKED: tl.constexpr, WINDOWED: tl.constexpr, UNIT: tl.constexpr, REACH: tl.constexpr, BUCKETS: tl.constexpr,
+    ACTIVATION: tl.constexpr, HEADS: tl.constexpr, DH: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     i = i0 + tl.arange(0, BM)
     query = load_tokens(q, first, i, queries, q_stride, DH, BD)
@@ -250,6 +283,10 @@ def _key_gradient_tile(
         scores *= scale
     if REACH:
         scores += bias_at(bias, i[None, :] + (keys - queries) - j[:, None], REACH)
+    if BUCKETS:
+        of_them = load_times(times, first_key, i + (keys - queries), keys)
+        counted = (i < limited)[None, :] & (j < keys)[:, None]
+        scores += bias_of(time_bias, buckets_of(of_them[None, :], when[:, None], counted, BUCKETS))
     scores, slope = activate(scores, ACTIVATION)
     inner *= slope
     if MASKED:
@@ -263,12 +300,11 @@ def _key_gradient_tile(
 
 @triton.jit
 def attention_key_gradient_kernel(
-    q, k, v, grad, k_grad, v_grad, q_inverse, k_inverse, bias, q_offsets, kv_offsets, q_stride, q_head, k_stride,
-    k_head, v_stride, v_head, grad_stride, grad_head, k_grad_stride, v_grad_stride, rows, sweepers, q_tokens,
-    kv_tokens, tiles,
-    max_q, max_kv, scale, inverse_norm, window, n_summary,
+    q, k, v, grad, k_grad, v_grad, q_inverse, k_inverse, bias, times, time_bias, q_offsets, kv_offsets, q_stride,
+    q_head, k_stride, k_head, v_stride, v_head, grad_stride, grad_head, k_grad_stride, v_grad_stride, rows, sweepers,
+    q_tokens, kv_tokens, tiles, max_q, max_kv, scale, inverse_norm, window, n_summary,
     ACTIVATION: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, UNIT: tl.constexpr, REACH: tl.constexpr,
-    HEADS: tl.constexpr, DH: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BUCKETS: tl.constexpr, HEADS: tl.constexpr, DH: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """``k_grad`` and ``v_grad`` [Tk, H, dh], whose heads lie side by side.
@@ -295,6 +331,10 @@ def attention_key_gradient_kernel(
             q_inverse += head
             of_keys = load_inverse(k_inverse + head, first, j, keys, HEADS)
         bias += head * REACH
+        time_bias += head * BUCKETS
+        when = j
+        if BUCKETS:
+            when = load_times(times, first, j, keys)
         limited = queries - n_summary
         low, inner, outer, high, summaries = queries_of(
             j0, tl.minimum(j0 + BN, keys), queries, keys, window, n_summary, CAUSAL, WINDOWED, BM
@@ -303,9 +343,9 @@ def attention_key_gradient_kernel(
         of_value = tl.zeros([BN, BD], tl.float32)
         for i0 in range(inner, outer, BM):
             of_key, of_value = _key_gradient_tile(
-                of_key, of_value, key, value, j, i0, q, grad, first_query, queries, keys, q_stride, grad_stride, scale,
-                of_keys, q_inverse, bias, window, limited, False, WINDOWED, UNIT, REACH, ACTIVATION, HEADS, DH, BD, BM,
-                PRECISION,
+                of_key, of_value, key, value, j, i0, q, grad, first_query, first, queries, keys, q_stride, grad_stride,
+                scale, of_keys, q_inverse, bias, times, time_bias, when, window, limited, False, WINDOWED, UNIT, REACH,
+                BUCKETS, ACTIVATION, HEADS, DH, BD, BM, PRECISION,
             )  # fmt: skip
         if CAUSAL:
             before = tl.cdiv(inner - low, BM)
@@ -314,10 +354,9 @@ def attention_key_gradient_kernel(
                 i0 = tl.where(step < before, low + step * BM, outer + (step - before) * BM)
                 i0 = tl.where(step < near, i0, summaries + (step - near) * BM)
                 of_key, of_value = _key_gradient_tile(
-                    of_key, of_value, key, value, j, i0, q, grad, first_query, queries, keys, q_stride, grad_stride,
-                    scale, of_keys, q_inverse, bias, window, limited, True, WINDOWED, UNIT, REACH, ACTIVATION, HEADS,
-                    DH,
-                    BD, BM, PRECISION,
+                    of_key, of_value, key, value, j, i0, q, grad, first_query, first, queries, keys, q_stride,
+                    grad_stride, scale, of_keys, q_inverse, bias, times, time_bias, when, window, limited, True,
+                    WINDOWED, UNIT, REACH, BUCKETS, ACTIVATION, HEADS, DH, BD, BM, PRECISION,
                 )  # fmt: skip
         store_tokens(v_grad, first, j, keys, of_value * inverse_norm, v_grad_stride, DH, BD)
         of_key *= scale * inverse_norm

@@ -114,6 +114,41 @@ def sum_by_distance(sums, x, nearest, BM: tl.constexpr, BN: tl.constexpr, REACH:
 
 
 @triton.jit
+def load_times(times, first, at, count):
+    """Times of the keys ``at`` of a row, int64; zeros outside of it."""
+    return tl.load(times + first + at, mask=(at >= 0) & (at < count), other=0)
+
+
+@triton.jit
+def buckets_of(of_queries, of_keys, counted, BUCKETS: tl.constexpr):
+    """The bit length of the seconds between queries and keys, far ones sharing the last; -1 for what is not counted."""
+    apart = of_queries - of_keys
+    apart = tl.where(apart < 0, -apart, apart)
+    # Without the bit below the leading one nothing rounds up to the next power of two: FP32's exponent is exact.
+    exponent = (apart & ~(apart >> 1)).to(tl.float32).to(tl.int32, bitcast=True) >> 23
+    return tl.where(counted, tl.minimum(tl.maximum(exponent - 126, 0), BUCKETS - 1), -1)
+
+
+@triton.jit
+def bias_of(bias, bucket):
+    """The bias of one head for each bucket; 0 where there is none."""
+    return tl.load(bias + bucket, mask=bucket >= 0, other=0.0)
+
+
+@triton.jit
+def sum_by_bucket(sums, x, bucket, BUCKETS: tl.constexpr):
+    """Add x [BM, BN], FP32, to ``sums`` [BUCKETS] by bucket [BM, BN]."""
+    # Pairs of a tile lie about as far apart: only the buckets between its least and its last are looked for.
+    least = tl.min(tl.min(tl.where(bucket >= 0, bucket, BUCKETS), 1), 0)
+    last = tl.max(tl.max(bucket, 1), 0)
+    place = tl.arange(0, BUCKETS)
+    for b in range(least, last + 1):
+        found = tl.sum(tl.sum(tl.where(bucket == b, x, 0.0), 1), 0)
+        sums += tl.where(place == b, found, 0.0)
+    return sums
+
+
+@triton.jit
 def clear(
     base,
     first,

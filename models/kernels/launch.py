@@ -18,7 +18,7 @@ from .jagged_attention import (
     attention_key_gradient_kernel,
     attention_query_gradient_kernel,
 )
-from .reference import Rules
+from .reference import Biases, Rules
 
 
 @dataclass(frozen=True)
@@ -50,20 +50,24 @@ SWEEPERS = 32
 _INVERSE_ELEMENTS = 8192
 
 
-def tiles_for(kernel: str, head: int, dtype: torch.dtype, rules: Rules) -> Tiles:
-    """Return the tiles of ``kernel`` for heads of width ``head``, no longer than rows can be."""
+def tiles_for(kernel: str, head: int, dtype: torch.dtype, rules: Rules, *, timed: bool = False) -> Tiles:
+    """Return the tiles of ``kernel`` for heads of width ``head``, no longer than rows can be.
+
+    ``timed``: with a bias of time. Summing its gradient holds the bucket of every pair, so tiles are half as large.
+    """
     narrow, short, long = TILES[kernel]
     wide = short if max(rules.max_q, rules.max_kv) <= SHORT else long
     found = FP32_TILES if dtype is torch.float32 else narrow if head <= 64 else wide
     longest = (max(_LEAST, triton.next_power_of_2(n)) for n in (rules.max_q, rules.max_kv))
-    queries, keys = (min(size, most) for size, most in zip((found.queries, found.keys), longest, strict=True))
+    size = (found.queries, max(_LEAST, found.keys // 2) if timed and kernel == "query_gradient" else found.keys)
+    queries, keys = (min(most, wanted) for most, wanted in zip(longest, size, strict=True))
     # What is summed up lies in registers: as many rows as the program's own side has.
     own = keys if kernel == "key_gradient" else queries
     return Tiles(queries, keys, min(found.warps, 4) if own <= 64 else found.warps, found.stages)
 
 
 def launch_forward(
-    q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, rules: Rules, bias: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, rules: Rules, biases: Biases
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what :func:`narrowgate.models.kernels.reference.reference_forward` does, and what backward needs of it.
 
@@ -76,11 +80,9 @@ def launch_forward(
     if rules.eps is not None:
         _launch_inverse(k, inverses[1], rules.eps)
     tiles = tiles_for("forward", q.shape[2], q.dtype, rules)
-    # What a kernel ignores is any tensor.
-    own = q if bias is None else bias
-    tensors, strides = (q, k, v, out, *inverses, own, q_offsets, kv_offsets), _strides(q, k, v)
+    tensors, strides = (q, k, v, out, *inverses, *_given(biases, q), q_offsets, kv_offsets), _strides(q, k, v)
     _launch(
-        attention_forward_kernel, tiles, tensors, strides, q, k, q_offsets, rules, bias, of_keys=False,
+        attention_forward_kernel, tiles, tensors, strides, q, k, q_offsets, rules, biases, of_keys=False,
         eps=rules.eps or 0.0,
     )  # fmt: skip
     return out, *inverses
@@ -88,8 +90,8 @@ def launch_forward(
 
 def launch_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, inverses: tuple[Tensor, Tensor], q_offsets: Tensor,
-    kv_offsets: Tensor, rules: Rules, bias: Tensor | None, into: tuple[Tensor, Tensor, Tensor],
-) -> Tensor | None:  # fmt: skip
+    kv_offsets: Tensor, rules: Rules, biases: Biases, into: tuple[Tensor, Tensor, Tensor],
+) -> list[Tensor]:  # fmt: skip
     """Write what :func:`narrowgate.models.kernels.reference.reference_backward` returns.
 
     Args:
@@ -101,30 +103,37 @@ def launch_backward(
         q_offsets: as in forward.
         kv_offsets: as in forward.
         rules: as in forward.
-        bias: as in forward.
+        biases: as in forward.
         into: takes the gradients of q, k and v, of their shapes; heads side by side, tokens anywhere.
 
     Returns:
-        The gradient of ``bias``, FP32 [H, R], if there is one.
+        The gradients, FP32, of the tables of ``biases`` that there are.
     """
     grad = grad if grad.stride(2) == 1 else grad.contiguous()
     of_q, of_k, of_v = into
     strides = _strides(q, k, v, grad)
-    inputs, offsets = (q, k, v, grad), (q if bias is None else bias, q_offsets, kv_offsets)
-    tiles = tiles_for("query_gradient", q.shape[2], q.dtype, rules)
-    parts = None
-    if bias is not None:
-        # A part of each program, added up in their order: the same bits every run.
-        shape = (q_offsets.shape[0] - 1 + SWEEPERS, q.shape[1], triton.cdiv(rules.max_q, tiles.queries), bias.shape[1])
-        parts = torch.zeros(shape, dtype=torch.float32, device=q.device)
-    tensors = (*inputs, of_q, q if parts is None else parts, *inverses, *offsets)
+    inputs, others = (q, k, v, grad), (*inverses, *_given(biases, q), q_offsets, kv_offsets)
+    tiles = tiles_for("query_gradient", q.shape[2], q.dtype, rules, timed=biases.by_time is not None)
+    # A part of each program, added up in their order: the same bits every run.
+    programs = (q_offsets.shape[0] - 1 + SWEEPERS, q.shape[1], triton.cdiv(rules.max_q, tiles.queries))
+    parts = [
+        None if table is None else torch.zeros((*programs, table.shape[1]), dtype=torch.float32, device=q.device)
+        for table in (biases.by_distance, biases.by_time)
+    ]
+    tensors = (*inputs, of_q, *(q if part is None else part for part in parts), *others)
     places = [*strides, of_q.stride(0)]
-    _launch(attention_query_gradient_kernel, tiles, tensors, places, q, k, q_offsets, rules, bias, of_keys=False)
+    _launch(attention_query_gradient_kernel, tiles, tensors, places, q, k, q_offsets, rules, biases, of_keys=False)
     tiles = tiles_for("key_gradient", q.shape[2], q.dtype, rules)
-    tensors = (*inputs, of_k, of_v, *inverses, *offsets)
+    tensors = (*inputs, of_k, of_v, *others)
     places = [*strides, of_k.stride(0), of_v.stride(0)]
-    _launch(attention_key_gradient_kernel, tiles, tensors, places, q, k, q_offsets, rules, bias, of_keys=True)
-    return None if parts is None else parts.sum((0, 2))
+    _launch(attention_key_gradient_kernel, tiles, tensors, places, q, k, q_offsets, rules, biases, of_keys=True)
+    return [part.sum((0, 2)) for part in parts if part is not None]
+
+
+def _given(biases: Biases, ignored: Tensor) -> tuple[Tensor, ...]:
+    """The tensors of ``biases`` as kernels take them; what they do not read is any tensor."""
+    tensors = (biases.by_distance, biases.times, biases.by_time)
+    return tuple(ignored if x is None else x for x in tensors)
 
 
 def _inverses(q: Tensor, k: Tensor, rules: Rules) -> tuple[Tensor, Tensor]:
@@ -145,7 +154,7 @@ def _launch_inverse(x: Tensor, inverse: Tensor, eps: float) -> None:
 
 def _launch(
     kernel: Any, tiles: Tiles, tensors: Any, strides: Any, q: Tensor, k: Tensor, offsets: Tensor, rules: Rules,
-    bias: Tensor | None, *, of_keys: bool, **more: Any,
+    biases: Biases, *, of_keys: bool, **more: Any,
 ) -> None:  # fmt: skip
     rows, heads, head = offsets.shape[0] - 1, q.shape[1], q.shape[2]
     owner, longest, size = (k, rules.max_kv, tiles.keys) if of_keys else (q, rules.max_q, tiles.queries)
@@ -156,11 +165,14 @@ def _launch(
     kernel[(count * heads * (rows + SWEEPERS),)](
         *tensors, *strides, rows, SWEEPERS, q.shape[0], k.shape[0], count, rules.max_q, rules.max_kv, rules.scale,
         1 / rules.norm, rules.window, rules.n_summary, **more, ACTIVATION=rules.activation, CAUSAL=rules.causal,
-        WINDOWED=rules.window > 0, UNIT=rules.eps is not None, REACH=0 if bias is None else bias.shape[1],
-        HEADS=heads, DH=head, BD=max(_LEAST, triton.next_power_of_2(head)), BM=tiles.queries, BN=tiles.keys,
-        PRECISION="ieee",
-        num_warps=tiles.warps, num_stages=tiles.stages,
+        WINDOWED=rules.window > 0, UNIT=rules.eps is not None, REACH=_width(biases.by_distance),
+        BUCKETS=_width(biases.by_time), HEADS=heads, DH=head, BD=max(_LEAST, triton.next_power_of_2(head)),
+        BM=tiles.queries, BN=tiles.keys, PRECISION="ieee", num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
+
+
+def _width(table: Tensor | None) -> int:
+    return 0 if table is None else table.shape[1]
 
 
 def _strides(*tensors: Tensor) -> list[int]:

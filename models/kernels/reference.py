@@ -34,7 +34,7 @@ class Rules:
     causal: bool = False
     #: With ``causal``: nor one this many or more before it; 0 for no such limit.
     window: int = 0
-    #: With ``window``: this many last queries of a row have no limit.
+    #: This many last queries of a row are no events: no ``window`` limits them, and they have no bias of time.
     n_summary: int = 0
     #: Divide queries and keys by √(mean x² + eps) over a head first; None leaves them as they are.
     eps: float | None = None
@@ -60,6 +60,50 @@ class Rules:
         back = at + keys - queries - torch.arange(keys, device=device)
         seen = back >= 0
         return seen & ((back < self.window) | (at >= queries - self.n_summary)) if self.window else seen
+
+
+def time_bucket(apart: Tensor, buckets: int) -> Tensor:
+    """Return the bucket of times that lie ``apart`` seconds from each other, int64: the bit length of the difference.
+
+    Bucket 0 is 0 s, bucket n from 2^(n-1) to 2^n - 1 s; the last one is all longer ones too. Exact on every device.
+
+    Args:
+        apart: int64, of any sign and shape.
+        buckets: from 1 to 64.
+    """
+    limits = 2 ** torch.arange(buckets - 1, device=apart.device)
+    return torch.bucketize(apart.abs(), limits, right=True)
+
+
+@dataclass(frozen=True, eq=False)
+class Biases:
+    """What is added to scores; each part is computed with in FP32."""
+
+    #: [H, R], by :meth:`Rules.distances`.
+    by_distance: Tensor | None = None
+    #: [H, B], by :func:`time_bucket` of the times of query and key.
+    by_time: Tensor | None = None
+    #: [Tk] int64, seconds of any origin: of each key. A query has the time of the key that it stands at.
+    times: Tensor | None = None
+
+    def places(self, rules: Rules, queries: int, keys: slice) -> list[tuple[Tensor, Tensor, Tensor | None]]:
+        """Return each table, the place in it [queries, keys] of each pair, and [queries, 1] which queries it is for."""
+        found: list[tuple[Tensor, Tensor, Tensor | None]] = []
+        count = keys.stop - keys.start
+        if self.by_distance is not None:
+            reach, device = self.by_distance.shape[1], self.by_distance.device
+            found.append((self.by_distance, rules.distances(queries, count, reach, device), None))
+        if self.by_time is not None:
+            assert self.times is not None
+            at = torch.arange(queries, device=self.times.device)
+            # Queries in front of the first key see nothing: any time will do.
+            stand = (at + count - queries).clamp_min(0)
+            when = self.times[keys]
+            apart = (when[stand] if count else when.new_zeros(queries)).unsqueeze(1) - when
+            found.append(
+                (self.by_time, time_bucket(apart, self.by_time.shape[1]), (at < queries - rules.n_summary).unsqueeze(1))
+            )
+        return found
 
 
 def _tanh_gate(x: Tensor) -> Tensor:
@@ -121,8 +165,17 @@ def _through_unit(grad: Tensor, y: Tensor, inverse: Tensor | None) -> Tensor:
     return grad if inverse is None else (grad - y * (grad * y).mean(-1, keepdim=True)) * inverse
 
 
+def _looked_up(table: Tensor, place: Tensor, counted: Tensor | None) -> Tensor:
+    """[H, n] by places [queries, keys] -> [H, queries, keys]; 0 for queries that do not count."""
+    found = table[:, place]
+    return found if counted is None else found * counted
+
+
+_NO_BIASES = Biases()
+
+
 def reference_forward(
-    q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, rules: Rules, bias: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, rules: Rules, biases: Biases = _NO_BIASES
 ) -> Tensor:
     """Return [Tq, H, dh] in the type of ``q``, computed in FP32; zeros where a token belongs to no row.
 
@@ -133,7 +186,7 @@ def reference_forward(
         q_offsets: [B + 1] int64, from 0, never falling.
         kv_offsets: [B + 1] int64.
         rules: everything else.
-        bias: [H, R], added to scores by :meth:`Rules.distances`.
+        biases: what is added to scores.
     """
     function, _ = ACTIVATIONS[rules.activation]
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
@@ -141,8 +194,8 @@ def reference_forward(
         query, key, value = _wide(q[queries]), _wide(k[keys]), _wide(v[keys])
         query, key = _unit(query, rules.eps)[0], _unit(key, rules.eps)[0]
         scores = query @ key.transpose(1, 2) * rules.scale
-        if bias is not None:
-            scores = scores + bias[:, rules.distances(query.shape[1], key.shape[1], bias.shape[1], q.device)]
+        for table, place, counted in biases.places(rules, query.shape[1], keys):
+            scores = scores + _looked_up(table, place, counted)
         scores = function(scores)
         mask = rules.mask(query.shape[1], key.shape[1], q.device)
         if mask is not None:
@@ -153,26 +206,26 @@ def reference_forward(
 
 def reference_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, rules: Rules,
-    bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Return the gradients of ``q``, ``k``, ``v`` and ``bias`` for that of the output, in their types and shapes."""
+    biases: Biases = _NO_BIASES,
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
+    """Return the gradients of ``q``, ``k``, ``v`` and each table of ``biases`` there is, in their types and shapes."""
     function, slope = ACTIVATIONS[rules.activation]
     of_q, of_k, of_v = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    of_bias = None if bias is None else torch.zeros_like(bias)
+    of_tables = [torch.zeros_like(table) for table in (biases.by_distance, biases.by_time) if table is not None]
     for queries, keys in _rows(q_offsets, kv_offsets, rules):
         query, key, value, wide = _wide(q[queries]), _wide(k[keys]), _wide(v[keys]), _wide(grad[queries]) / rules.norm
         (query, of_queries), (key, of_keys) = _unit(query, rules.eps), _unit(key, rules.eps)
         raw = query @ key.transpose(1, 2) * rules.scale
-        distances = None
-        if bias is not None:
-            distances = rules.distances(query.shape[1], key.shape[1], bias.shape[1], q.device)
-            raw = raw + bias[:, distances]
+        places = biases.places(rules, query.shape[1], keys)
+        for table, place, counted in places:
+            raw = raw + _looked_up(table, place, counted)
         scores, inner = function(raw), wide @ value.transpose(1, 2) * slope(raw)
         mask = rules.mask(query.shape[1], key.shape[1], q.device)
         if mask is not None:
             scores, inner = scores * mask, inner * mask
-        if of_bias is not None and distances is not None:
-            of_bias.index_add_(1, distances.reshape(-1), inner.flatten(1).to(of_bias.dtype))
+        for target, (_, place, counted) in zip(of_tables, places, strict=True):
+            part = inner if counted is None else inner * counted
+            target.index_add_(1, place.reshape(-1), part.flatten(1).to(target.dtype))
         parts = (
             _through_unit(inner @ key * rules.scale, query, of_queries),
             _through_unit(inner.transpose(1, 2) @ query * rules.scale, key, of_keys),
@@ -180,4 +233,4 @@ def reference_backward(
         )
         for target, at, part in zip((of_q, of_k, of_v), (queries, keys, keys), parts, strict=True):
             target[at] = part.transpose(0, 1).to(target.dtype)
-    return of_q, of_k, of_v, of_bias
+    return of_q, of_k, of_v, of_tables

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
-from narrowgate.models import GemTask
+from narrowgate.models import GemTask, get_preset
 from narrowgate.precision.errors import NarrowgateError
 
 
@@ -37,6 +39,23 @@ def test_parts_of_every_batch_predict_what_the_batch_does(task, model, ranks) ->
             alive = batch.event_rows < batch.sparse.shape[0]
             assert not batch.events[~alive].any()
             assert int(batch.offsets[-1]) == int(alive.sum())
+
+
+def test_times_stay_with_their_events() -> None:
+    tiny = get_preset("gem-tiny")
+    timed = dataclasses.replace(tiny, model=dataclasses.replace(tiny.model, time_buckets=16))
+    task = GemTask.open(timed, steps=1)
+    whole = next(iter(task.train_batches(1)))
+    own = [next(iter(task.for_rank(rank, 4).train_batches(1))) for rank in range(4)]
+    parts, dead = [], []
+    for batch in own:
+        assert batch.event_times is not None
+        used = int(batch.offsets[-1])
+        parts.append(batch.event_times[:used])
+        dead.append(batch.event_times[used:])
+    assert whole.event_times is not None
+    assert torch.equal(torch.cat(parts), whole.event_times[: int(whole.offsets[-1])])
+    assert not torch.cat(dead).any()
 
 
 def test_the_mean_of_the_ranks_losses_is_the_batchs(task, model) -> None:

@@ -18,9 +18,16 @@ from narrowgate.models.attention import (
 )
 from narrowgate.models.checkpointing import checkpoint_activations
 from narrowgate.models.functional import ACTIVATION_FUNCTIONS
-from narrowgate.models.jagged import Jagged, Rows, even_rows
+from narrowgate.models.jagged import Jagged, even_rows
 from narrowgate.models.jagged_operator import LAYOUTS, gated_jagged_attention, jagged_attention
-from narrowgate.models.kernels.reference import ACTIVATIONS, Rules, reference_backward, reference_forward
+from narrowgate.models.kernels.reference import (
+    ACTIVATIONS,
+    Biases,
+    Rules,
+    reference_backward,
+    reference_forward,
+    time_bucket,
+)
 from narrowgate.precision.errors import NarrowgateError
 from torch import Tensor
 
@@ -43,6 +50,12 @@ def layout() -> Jagged:
 
 def tokens(count: int = sum(LENGTHS) + DEAD) -> Tensor:
     return torch.randn(count, CONFIG.d, requires_grad=True)
+
+
+def event_times(count: int, most: int = 1 << 20) -> Tensor:
+    """Rising times with gaps of every size; also below zero."""
+    gaps = torch.randint(0, most, (count,), generator=torch.Generator().manual_seed(4))
+    return (gaps >> torch.arange(count) % 20).cumsum(0) - most
 
 
 def results(out: Tensor, *inputs: Tensor) -> list[Tensor]:
@@ -92,7 +105,15 @@ def test_few_queries_over_long_keys_equal_the_padded_ones() -> None:
 
 @plain_test
 @pytest.mark.parametrize(
-    "changes", [{}, {"window": 2, "bias": True}, {"activation": "gelu", "layers": 1}, {"bias_reach": 4, "window": 6}]
+    "changes",
+    [
+        {},
+        {"window": 2, "bias": True},
+        {"activation": "gelu", "layers": 1},
+        {"bias_reach": 4, "window": 6},
+        {"time_buckets": 16, "window": 3},
+        {"time_buckets": 32, "bias_reach": 2},
+    ],
 )
 def test_the_model_computes_the_same_with_either(small: Preset, changes: dict[str, Any]) -> None:
     found = []
@@ -102,12 +123,41 @@ def test_the_model_computes_the_same_with_either(small: Preset, changes: dict[st
         torch.manual_seed(0)
         model = task.build_model().eval()
         for name, parameter in model.named_parameters():
-            if name.endswith("position_bias"):
+            if name.endswith(("position_bias", "time_bias")):
                 torch.nn.init.normal_(parameter)
         loss = task.loss(model, next(iter(task.train_batches(0))))
         found.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-6)
+
+
+@plain_test
+@pytest.mark.parametrize("buckets", [1, 2, 32, 64])
+def test_a_bucket_is_the_bit_length_of_the_difference(buckets: int) -> None:
+    near = [2**n + d for n in range(63) for d in (-1, 0, 1)] + [2**63 - 1]
+    found = time_bucket(torch.tensor(near + [-n for n in near]), buckets).tolist()
+    assert found == [min(n.bit_length(), buckets - 1) for n in near * 2]
+
+
+@plain_test
+@pytest.mark.parametrize("attention", ["padded", "jagged"])
+def test_a_bias_of_time_is_of_events_only(attention: str) -> None:
+    config = dataclasses.replace(CONFIG, time_buckets=8, max_tokens=6, window=4)
+    layer, summary = SequenceArch(config).eval(), torch.randn(1, 2, CONFIG.d)
+    torch.nn.init.normal_(layer.time_bias)
+    x = torch.randn(6, CONFIG.d)
+
+    def run(times: list[int]) -> Tensor:
+        places = Jagged(torch.zeros(6, dtype=torch.int64), offsets([6]), torch.tensor(times))
+        return layer(x, summary, places.window(6) if attention == "padded" else places.last(6))
+
+    before = run([10, 11, 15, 40, 0, 0])
+    changed = before != run([10, 11, 15, 41, 7, 9])
+    assert not changed.any(), "40 s and 41 s are one bucket apart from every event, and summary tokens have no time"
+    assert (before[4:] == run([0, 90, 95, 96, 0, 0])[4:]).all()
+    later = before != run([10, 11, 15, 99, 0, 0])
+    assert later.any(1).tolist() == [False, False, False, True, False, False], "an event sees how long ago others were"
+    torch.testing.assert_close(before, run([t - 1000 for t in (10, 11, 15, 40, 0, 0)]), rtol=0, atol=0)
 
 
 def jagged_task(small: Preset) -> GemTask:
@@ -116,11 +166,16 @@ def jagged_task(small: Preset) -> GemTask:
 
 
 @plain_test
-def test_a_layer_compiles_into_one_graph() -> None:
-    layer, pooling = SequenceArch(dataclasses.replace(CONFIG, window=3)).eval(), Pooling(CONFIG)
+@pytest.mark.parametrize("biases", [{}, {"time_buckets": 16}, {"bias_reach": 4, "time_buckets": 8}])
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_layer_compiles_into_one_graph(padded: bool, biases: dict[str, int]) -> None:
+    layer, pooling = SequenceArch(dataclasses.replace(CONFIG, window=3, **biases)).eval(), Pooling(CONFIG)
+    when = event_times(sum(LENGTHS) + DEAD) if biases else None
+    numbers = layout().rows
 
     def both(x: Tensor, summary: Tensor, at: Tensor) -> Tensor:
-        rows = Rows(WIDTH, at)
+        places = Jagged(numbers, at, when)
+        rows = places.window(WIDTH) if padded else places.last(WIDTH)
         return pooling(layer(x, summary, rows), rows)
 
     x, summary = tokens(), torch.randn(len(LENGTHS), 2, CONFIG.d)
@@ -164,36 +219,49 @@ QUERIES, KEYS = [3, 0, 5, 2], [4, 3, 2, 0]
 )
 def test_gradients_of_the_reference_match_numeric_ones(activation: str, rules: dict[str, Any]) -> None:
     q, k, v = (torch.randn(n, 2, 3, dtype=torch.float64, requires_grad=True) for n in (11, 10, 10))
-    bias = torch.randn(2, 2, dtype=torch.float64, requires_grad=True)
+    bias, time_bias = (torch.randn(2, n, dtype=torch.float64, requires_grad=True) for n in (2, 4))
     made = Rules(4, 3, activation, 0.7, 3.0, **rules)
+
+    def biases(bias: Tensor | None, time_bias: Tensor | None) -> Biases:
+        return Biases(bias, time_bias, None if time_bias is None else event_times(10, most=5))
 
     class Both(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
-            ctx.save_for_backward(q, k, v, bias)
-            return reference_forward(q, k, v, offsets(QUERIES), offsets(KEYS), made, bias)
+        def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *tables: Tensor | None) -> Tensor:
+            ctx.save_for_backward(q, k, v, *tables)
+            return reference_forward(q, k, v, offsets(QUERIES), offsets(KEYS), made, biases(*tables))
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor) -> Any:
-            q, k, v, bias = ctx.saved_tensors
-            return reference_backward(grads[0], q, k, v, offsets(QUERIES), offsets(KEYS), made, bias)
+            q, k, v, *tables = ctx.saved_tensors
+            *found, of_tables = reference_backward(
+                grads[0], q, k, v, offsets(QUERIES), offsets(KEYS), made, biases(*tables)
+            )
+            left = iter(of_tables)
+            return *found, *(None if table is None else next(left) for table in tables)
 
-    for given in (None, bias) if made.causal else (None,):
-        assert torch.autograd.gradcheck(Both.apply, (q, k, v, given), fast_mode=True)
+    given = [(None, None), (bias, None), (None, time_bias), (bias, time_bias)] if made.causal else [(None, None)]
+    for tables in given:
+        assert torch.autograd.gradcheck(Both.apply, (q, k, v, *tables), fast_mode=True)
 
 
 @plain_test
-@pytest.mark.parametrize(("eps", "reach"), [(None, 0), (1e-3, 0), (None, 4)])
+@pytest.mark.parametrize(
+    ("eps", "reach", "buckets"), [(None, 0, 0), (1e-3, 0, 0), (None, 4, 0), (None, 0, 4), (None, 2, 8)]
+)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_operator_is_registered_soundly(layout: str, eps: float | None, reach: int) -> None:
+def test_the_operator_is_registered_soundly(layout: str, eps: float | None, reach: int, buckets: int) -> None:
     tokens, at = ([11, 10, 10], offsets(KEYS)) if "|" in layout else ([11], offsets(QUERIES))
     sources = [
         torch.randn(n, 6 * len(names), dtype=torch.float64, requires_grad=True)
         for n, names in zip(tokens, layout.split("|"), strict=False)
     ]
     rules = (4, 3, "silu", 0.7, 3.0, True, 2, 1, eps)
-    bias = torch.randn(2, reach, dtype=torch.float64, requires_grad=True) if reach else None
-    arguments = (sources, layout, 2, offsets(QUERIES), at, bias, *rules)
+    bias, time_bias = (
+        torch.randn(2, n, dtype=torch.float64, requires_grad=True) if n else None for n in (reach, buckets)
+    )
+    when = event_times(tokens[-1]) if buckets else None
+    arguments = (sources, layout, 2, offsets(QUERIES), at, bias, when, time_bias, *rules)
     torch.library.opcheck(torch.ops.narrowgate.jagged_attention, arguments)
 
 
@@ -236,6 +304,9 @@ def test_a_packed_source_is_its_parts(layout: str) -> None:
     same([other, *gradients], [out, *expected])
 
 
+NOW = torch.zeros(10, dtype=torch.int64)
+
+
 @pytest.mark.parametrize(
     ("changes", "rules", "message"),
     [
@@ -252,6 +323,20 @@ def test_a_packed_source_is_its_parts(layout: str) -> None:
         ({"bias": torch.zeros(2, 4)}, {}, "a bias needs causal=True"),
         ({"bias": torch.zeros(2, 6)}, {"causal": True}, r"a bias \[2, R\] with R a power of two, found \[2, 6\]"),
         ({"bias": torch.zeros(1, 4)}, {"causal": True}, r"found \[1, 4\]"),
+        ({"time_bias": torch.zeros(2, 4)}, {"causal": True}, "times and time_bias need each other"),
+        ({"times": torch.zeros(10)}, {"causal": True}, "times and time_bias need each other"),
+        ({"time_bias": torch.zeros(2, 4), "times": NOW}, {}, "a time_bias needs causal=True"),
+        (
+            {"time_bias": torch.zeros(2, 128), "times": NOW},
+            {"causal": True},
+            r"a time_bias \[2, B\] with B a power of two up to 64, found \[2, 128\]",
+        ),
+        (
+            {"time_bias": torch.zeros(2, 4), "times": NOW[1:]},
+            {"causal": True},
+            r"takes times \[10\] int64, one a key, found \[9\] torch.int64",
+        ),
+        ({"time_bias": torch.zeros(2, 4), "times": NOW.int()}, {"causal": True}, r"found \[10\] torch.int32"),
     ],
 )
 def test_what_does_not_fit_is_refused(changes: dict[str, Any], rules: dict[str, Any], message: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from narrowgate.models.jagged_operator import gated_jagged_attention, jagged_attention
-from narrowgate.models.kernels.reference import ACTIVATIONS, Rules, reference_backward, reference_forward
+from narrowgate.models.kernels.reference import ACTIVATIONS, Biases, Rules, reference_backward, reference_forward
 
 from .test_jagged_attention import DEAD, INTERPRETED, offsets
 
@@ -47,9 +47,15 @@ DTYPES = [torch.float32, torch.float16] if INTERPRETED else [torch.float32, torc
 NEAR = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 
 
+def moments(count: int) -> torch.Tensor:
+    """Times [count] of any order, many at a power of two from each other, or next to one."""
+    at = torch.arange(count)
+    return torch.where(at % 3 == 0, 0, (1 << torch.randint(0, 45, (count,))) + at % 5 - 2)
+
+
 def check(
     queries: list[int], keys: list[int], dtype: torch.dtype, head: int, activation: str = "silu", *, reach: int = 0,
-    **rules: Any,
+    buckets: int = 0, **rules: Any,
 ) -> None:  # fmt: skip
     made = Rules(**{
         "max_q": max(queries), "max_kv": max(keys), "activation": activation, "scale": head**-0.5, "norm": 7.0, **rules
@@ -63,10 +69,14 @@ def check(
     ]
     grad = torch.randn(counts[0], 2 * head).to(DEVICE, dtype)
     first, second = offsets(queries).to(DEVICE), offsets(keys).to(DEVICE)
-    bias = torch.randn(2, reach, device=DEVICE, requires_grad=True) if reach else None
-    out = jagged_attention(sources, first, second, made, heads=2, layout=layout, bias=bias)
-    found = out, *torch.autograd.grad(out, [*sources, *([] if bias is None else [bias])], grad)
-    of_bias = None if bias is None else found[-1]
+    bias, time_bias = (torch.randn(2, n, device=DEVICE, requires_grad=True) if n else None for n in (reach, buckets))
+    times = moments(counts[1]).to(DEVICE) if buckets else None
+    out = jagged_attention(
+        sources, first, second, made, heads=2, layout=layout, bias=bias, times=times, time_bias=time_bias
+    )
+    tables = [table for table in (bias, time_bias) if table is not None]
+    found = out, *torch.autograd.grad(out, [*sources, *tables], grad)
+    of_tables = found[1 + len(sources) :]
     found = found[: 1 + len(sources)]
     parts, of_parts = (
         {
@@ -78,9 +88,10 @@ def check(
     )
     q, k, v = (parts[name] for name in "qkv")
     above = grad.double().unflatten(1, (2, head))
-    wide = None if bias is None else bias.detach().double()
-    *gradients, expected_bias = reference_backward(above, q, k, v, first, second, made, wide)
-    expected = reference_forward(q, k, v, first, second, made, wide), *gradients
+    wide = [None if table is None else table.detach().double() for table in (bias, time_bias)]
+    biases = Biases(wide[0], wide[1], times)
+    *gradients, expected_tables = reference_backward(above, q, k, v, first, second, made, biases)
+    expected = reference_forward(q, k, v, first, second, made, biases), *gradients
     results = out.unflatten(1, (2, head)), *(of_parts[name] for name in "qkv")
     for name, a, b in zip(("out", "of q", "of k", "of v"), results, expected, strict=True):
         error = (a.double() - b).abs().max() / b.abs().max()
@@ -89,10 +100,12 @@ def check(
         zeros = ((x == 0).all(-1) for x in (a, b))
         assert torch.equal(*zeros), f"{name}: zeros where nothing is attended"
     assert all(x.dtype is dtype for x in found)
-    if of_bias is not None and expected_bias is not None:
-        assert expected_bias.abs().min() > 0, "every distance occurs"
-        error = (of_bias.double() - expected_bias).abs().max() / expected_bias.abs().max()
-        assert error < NEAR[dtype], f"of bias: {error:.1e}"
+    if bias is not None:
+        assert expected_tables[0].abs().min() > 0, "every distance occurs"
+    for a, b in zip(of_tables, expected_tables, strict=True):
+        assert torch.equal(a == 0, b == 0)
+        error = (a.double() - b).abs().max()
+        assert error <= NEAR[dtype] * b.abs().max(), f"of a bias {list(a.shape)}: {error:.1e}"
 
 
 @kernel_test
@@ -120,6 +133,28 @@ def test_kernels_add_a_bias_of_distance(case: str, reach: int, small_tiles: None
     if reach > max(keys):
         pytest.skip("no row is so long")
     check(queries, keys, DTYPES[-1], 16 if INTERPRETED else 128, reach=reach, eps=1e-2, **rules)
+
+
+@kernel_test
+@pytest.mark.parametrize(("buckets", "reach"), [(32, 0), (64, 4)])
+@pytest.mark.parametrize("case", [name for name, (_, _, rules) in CASES.items() if rules])
+def test_kernels_add_a_bias_of_time(case: str, buckets: int, reach: int, small_tiles: None) -> None:
+    queries, keys, rules = CASES[case]
+    head = 16 if INTERPRETED else 128
+    check(queries, keys, DTYPES[-1], head, buckets=buckets, reach=reach, eps=1e-2, **{"n_summary": 2, **rules})
+
+
+@kernel_test
+def test_kernels_take_a_time_difference_for_its_bit_length(small_tiles: None) -> None:
+    # A row of two events for each difference; ReLU of the bias alone is what the second one sees of the first.
+    apart = [2**n + d for n in range(62) for d in (-1, 0, 1)]
+    times = torch.tensor([[1000, 1000 - n] for n in apart]).flatten().to(DEVICE)
+    q, v = torch.zeros(len(times), 16, device=DEVICE), torch.zeros(len(times), 16, device=DEVICE)
+    v[::2] = 1
+    table = torch.arange(64.0, device=DEVICE).unsqueeze(0)
+    at, rules = offsets([2] * len(apart)).to(DEVICE), Rules(2, 2, "relu", 1.0, 1.0, causal=True)
+    out = jagged_attention([q, q, v], at, at, rules, heads=1, times=times, time_bias=table)
+    assert out[1::2, 0].int().tolist() == [n.bit_length() for n in apart]
 
 
 @kernel_test
@@ -160,11 +195,15 @@ def test_no_rows_at_all(small_tiles: None) -> None:
 def test_kernels_repeat_to_the_bit(small_tiles: None) -> None:
     x = torch.randn(sum(LONG), 3 * 128, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
     at, rules = offsets(LONG).to(DEVICE), Rules(max(LONG), max(LONG), "silu", 0.125, 9.0, causal=True, eps=1e-6)
+    tables = [torch.randn(2, n, device=DEVICE, requires_grad=True) for n in (64, 32)]
+    times = moments(sum(LONG)).to(DEVICE)
     runs = []
-    for _ in range(3):
-        out = jagged_attention([x], at, at, rules, heads=2, layout="vqk")
-        runs.append((out, *torch.autograd.grad(out, x, out.detach())))
-    assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(run, runs[0], strict=True))
+    for bias, time_bias in ((None, None), tables) * 3:
+        given = {} if bias is None else {"bias": bias, "times": times, "time_bias": time_bias}
+        out = jagged_attention([x], at, at, rules, heads=2, layout="vqk", **given)
+        runs.append((out, *torch.autograd.grad(out, [x, *(tables if given else [])], out.detach())))
+    for same in (runs[::2], runs[1::2]):
+        assert all(torch.equal(a, b) for run in same[1:] for a, b in zip(run, same[0], strict=True))
 
 
 @kernel_test

@@ -132,6 +132,30 @@ def test_a_row_carries_its_latest_earlier_events_with_their_age(rows: RowData, m
             assert set(batch.event_rows[at].tolist()) <= {place}
 
 
+@pytest.mark.parametrize("balance", [None, Balance(sub_batch=2, pool=3)])
+def test_times_travel_with_their_events_where_they_are_asked_for(rows: RowData, balance: Balance | None) -> None:
+    training = dataclasses.replace(TRAINING, balance=balance)
+    timed, plain = (Dataset(rows, training, max_events=4, times=times) for times in (True, False))
+    for batch, other in zip(
+        [*timed.train_batches(0), *timed.eval_batches()], [*plain.train_batches(0), *plain.eval_batches()], strict=True
+    ):
+        used = int(batch.offsets[-1])
+        assert batch.event_times is not None
+        assert batch.event_times[:used].tolist() == rows.times[batch.events[:used, 0]].tolist()
+        assert not batch.event_times[used:].any()
+        assert other.event_times is None
+        assert torch.equal(batch.events, other.events)
+
+
+def test_an_order_is_no_time(rows: RowData) -> None:
+    order = dataclasses.replace(rows, seconds=False)
+    Dataset(order, TRAINING, max_events=4)
+    with pytest.raises(
+        NarrowgateError, match=r"^made: model field 'time_buckets' needs the times of events, but it kn"
+    ):
+        Dataset(order, TRAINING, max_events=4, times=True)
+
+
 def test_dead_tokens_fill_up_to_the_multiple(rows: RowData) -> None:
     for batch in Dataset(rows, TRAINING, max_events=4).train_batches(0):
         used, total = int(batch.offsets[-1]), len(batch.events)

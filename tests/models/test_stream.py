@@ -25,9 +25,9 @@ CONFIG = StreamConfig(
 TRAINING = TrainingConfig(batch_size=512, eval_batch_size=1000, steps=200, epochs=1, lr=1e-3, token_multiple=64)
 
 
-def make(max_events: int = 30, steps: int | None = None, **changes: object) -> StreamDataset:
+def make(max_events: int = 30, steps: int | None = None, *, times: bool = False, **changes: object) -> StreamDataset:
     config = dataclasses.replace(CONFIG, **changes)  # pyright: ignore[reportArgumentType]
-    return StreamDataset(config, TRAINING, max_events=max_events, steps=steps)
+    return StreamDataset(config, TRAINING, max_events=max_events, steps=steps, times=times)
 
 
 def same(a: Batch, b: Batch) -> bool:
@@ -66,6 +66,22 @@ def test_ids_lengths_and_shapes_stay_within_their_bounds() -> None:
         inside = batch.event_rows[1:used] == batch.event_rows[: used - 1]
         assert (gaps[:-1] >= gaps[1:])[inside].all(), "the oldest event comes first"
     assert len(shapes) == 1
+
+
+def test_times_are_the_ages_that_events_carry_and_change_nothing_else() -> None:
+    for batch, other in itertools.islice(
+        zip(make(times=True).train_batches(1), make().train_batches(1), strict=True), 2
+    ):
+        assert same(batch, other)
+        assert other.event_times is None
+        assert batch.event_times is not None
+        assert [(-t).bit_length() for t in batch.event_times.tolist()] == batch.events[:, 3].tolist()
+        used = int(batch.offsets[-1])
+        assert (batch.event_times[:used] < 0).all(), "a request is at 0"
+        inside = batch.event_rows[1:used] == batch.event_rows[: used - 1]
+        gaps = batch.event_times[:used].diff()[inside].double()
+        assert gaps.min() > 0
+        assert gaps.mean() == pytest.approx(3 * 3600, rel=0.1)
 
 
 def test_lengths_are_log_normal_and_ids_follow_a_power_law() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gzip
+import itertools
 import pickle
 import subprocess
 import sys
@@ -154,6 +155,40 @@ def test_values_become_ids_numbers_and_histories(data: Any, small: Preset, tmp_p
     assert source.base_rates() == [pytest.approx(np.mean(data["click"][:150]))]
     groups = {row[5] for row in rows}
     assert len(groups) == len(set(data["user"][held]))
+
+
+def with_times(preset: Preset) -> Preset:
+    return dataclasses.replace(preset, model=dataclasses.replace(preset.model, time_buckets=16))
+
+
+def test_times_travel_with_their_events_where_the_model_asks(data: Any, small: Preset, tmp_path: Path) -> None:
+    uri = write_csv(tmp_path / "a.csv", data)
+    plain, timed = opened(uri, small), opened(uri, with_times(small))
+    batches = list(timed.eval_batches())
+    assert rows_of(batches) == rows_of(plain.eval_batches())
+    assert all(batch.event_times is None for batch in plain.eval_batches())
+    found = []
+    for batch in batches:
+        assert batch.event_times is not None
+        ends = batch.offsets.tolist()
+        found += [batch.event_times[first:last].tolist() for first, last in itertools.pairwise(ends)]
+        assert not batch.event_times[ends[-1] :].any()
+    assert found[:50] == [at[-6:] for at in data["at"][150:]]
+    # Shuffled in several buffers.
+    training = {tuple(at[-6:]) for at in data["at"][:150]}
+    for batch in itertools.islice(timed.train_batches(0), 6):
+        assert batch.event_times is not None
+        assert batch.event_times.shape == batch.event_rows.shape
+        for first, last in itertools.pairwise(batch.offsets.tolist()):
+            assert tuple(batch.event_times[first:last].tolist()) in training
+
+
+def test_times_that_are_not_there_are_missed_in_one_line(data: Any, small: Preset, tmp_path: Path) -> None:
+    uri = write_csv(tmp_path / "a.csv", data, SCHEMA.replace("  times: at\n", ""))
+    needs = "model field 'time_buckets' needs the times of events, but"
+    assert fault(uri, with_times(small)) == f"{tmp_path}/a.csv: {needs} its schema has no field 'history.times'"
+    (tmp_path / "b.txt").write_text("1\t" + "\t".join(["2"] * 13 + ["0a1b2c3d"] * 26) + "\n")
+    assert fault(f"criteo:{tmp_path}/b.txt", with_times(small)) == f"criteo: {needs} there is no history"
 
 
 def test_hashes_are_the_same_everywhere() -> None:
