@@ -15,6 +15,7 @@ from narrowgate.gates.rank_data import RankTask
 from narrowgate.gates.ranks import Place, Ranks, join, meet
 from narrowgate.gates.sharded import switch_collectives, without_wire
 from narrowgate.models import GemConfig, GemTask, Preset, TrainingConfig
+from narrowgate.models.embedding_exchange import shard_tables
 from narrowgate.models.presets import SyntheticConfig
 from narrowgate.precision.wire import WireCount
 from narrowgate.recipes import Recipe, Tables
@@ -46,6 +47,14 @@ def task(table_lr: float | None) -> CheckedTask:
 def small() -> GemTask:
     """A task for gates."""
     return GemTask.open(PRESET, "synthetic", steps=40)
+
+
+def ignoring() -> GemTask:
+    """What some layer on the way might do: it takes the formats, and sends rows as before."""
+    import narrowgate.gates.rank_arm as rank_arm
+
+    rank_arm.shard_tables = lambda model, **formats: shard_tables(model, forward="bf16", backward="bf16")
+    return small()
 
 
 def arm(ranks: Ranks, tables: Tables | None, *, table_lr: float | None = None, recipe: bool = True) -> RankArm:

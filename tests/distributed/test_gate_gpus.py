@@ -37,9 +37,20 @@ speed: {min_quartets: 3, max_quartets: 4, steps_per_block: 3, budget_seconds: 10
 GATE = ("gate", "codes.yaml", "--model", "gem-tiny", "--policy", "quick.yaml", "--device", "cuda", "-q")
 
 
+TABLES = """
+recipe: tables
+rules:
+  - layers: "**"
+    where: in_features % 16 == 0 and out_features % 16 == 0
+    fprop: {input: fp8_e4m3, weight: fp8_e4m3}
+shards: {tables: {forward: fp8_e4m3/row, backward: fp8_e5m2/row+sr}}
+"""
+
+
 @pytest.fixture
 def room(tmp_path: Path) -> Path:
     (tmp_path / "codes.yaml").write_text(RECIPE)
+    (tmp_path / "tables.yaml").write_text(TABLES)
     (tmp_path / "quick.yaml").write_text(POLICY)
     return tmp_path
 
@@ -65,6 +76,29 @@ def test_ranks_measure_steps_exposed_communication_and_scaling(room: Path) -> No
     (gate,) = (gate for gate in report.gates if gate.name == "step_time")
     assert gate.measured is not None
     assert all(seed.candidate.peak_memory for seed in report.measurements.seeds)
+
+
+def test_ranks_exchange_rows_of_tables_in_a_gate(room: Path) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m",
+         "narrowgate.gates", "gate", "tables.yaml", *GATE[2:], "--seeds", "2", "--steps", "20"],
+        cwd=room, capture_output=True, text=True, timeout=500, check=False,
+    )  # fmt: skip
+    report_file = room / "reports" / "report.json"
+    assert report_file.exists(), ran.stderr[-4000:]
+    report = load_report(report_file)
+    run = report.measurements.distributed
+    assert not [reason for reason in report.reasons if reason.code == "wire_ignored"]
+    for arm, dtype in ((run.baseline, "bfloat16"), (run.candidate, "uint8")):
+        assert arm.wire.counted_bytes() == arm.wire.planned_bytes()
+        sent = {entry.dtype for entry in arm.wire.counted if entry.collective == "all_to_all" and entry.bytes}
+        assert sent == {dtype, "int64"}
+        assert min(arm.time.ms, arm.time.local_ms, arm.time.alone_ms) > 0
+    # Seed after seed in one compiled model: each begins anew, and both arms alike.
+    for seed in report.measurements.seeds:
+        first = [arm.losses.curve[0][1] for arm in (seed.baseline, seed.candidate)]
+        assert first[1] == pytest.approx(first[0], rel=2e-2)
+        assert seed.candidate.stability.non_finite_losses == 0
 
 
 def test_a_rank_that_is_killed_while_nccl_waits_ends_the_other(room: Path) -> None:

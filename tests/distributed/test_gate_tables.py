@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 import socket
@@ -107,6 +108,37 @@ def test_a_rank_that_is_killed_ends_the_other_and_what_was_finished_is_reused(ga
     (code, _, err), (other, _, _) = start(*gate).end()
     assert (code, other) == (3, 3), err
     assert load_report(tmp_path / "reports" / "report.json").reuse.baseline == 1
+
+
+def test_rows_that_did_not_travel_as_asked_are_named_and_nothing_is_concluded(start, tmp_path) -> None:
+    furnish(tmp_path)
+    shutil.copy(Path(__file__).with_name("arms.py"), tmp_path)
+    (code, out, _), _ = start("rows.yaml", "--task", "arms:ignoring", "--seeds", "1", "--steps", "3").end()
+    assert code == 3
+    report = load_report(tmp_path / "reports" / "report.json")
+    (reason,) = (reason for reason in report.reasons if reason.code == "wire_ignored")
+    assert (
+        "asks for shards.tables fp8_e4m3/row, gradients as fp8_e5m2/row+sr, and the wire does not show" in reason.text
+    )
+    assert "as much as BF16" in reason.text
+    assert reason.text in out
+
+
+def test_a_plan_of_the_wire_shows_the_exchange(tmp_path, monkeypatch, capsys) -> None:
+    from narrowgate.gates.cli import main
+
+    furnish(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "rows.yaml", *MODEL, "--shards", "--gpus", "8"])
+    assert not ended.value.code
+    lines = capsys.readouterr().out.splitlines()
+    rows = [re.split(r"\s{2,}", line)[1:] for line in lines if line.startswith("fsdp 8 ")]
+    ratios = {cells[0]: cells[4] for cells in rows}
+    assert ratios["all-to-all of ids"] == "1.00"
+    assert ratios["all-to-all of rows"] == ratios["all-to-all of rows' gradients"] == "0.56"
+    (told,) = (line for line in lines if line.startswith("Rows of embedding tables travel as fp8_e4m3/row, gradients"))
+    assert "of the GPU that hands over most" in told
 
 
 def test_recipes_of_two_minds_about_tables_are_refused_once(gate_ranks, start, tmp_path) -> None:

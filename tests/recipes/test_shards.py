@@ -10,7 +10,7 @@ from narrowgate.precision import MatMul
 from narrowgate.precision.errors import NarrowgateError, NotBuiltError
 from narrowgate.precision.observer import Observer, observe
 from narrowgate.precision.sharding import ShardedWeight, gathered_as
-from narrowgate.recipes import Recipe, RecipeError, Rule, Shards, apply_recipe, remove_recipe, resolve
+from narrowgate.recipes import Recipe, RecipeError, Rule, Shards, Tables, apply_recipe, remove_recipe, resolve
 from torch import nn
 
 
@@ -222,3 +222,66 @@ def test_a_gathered_weight_is_read_as_its_values_and_never_written(tower, ids, a
     assert torch.equal(weight.detach() * 1, expected)
     with pytest.raises(NarrowgateError, match="cannot be written to"), torch.no_grad():
         weight.mul_(2)
+
+
+TABLES = """
+recipe: r
+shards:
+  tables: {forward: fp8_e4m3/row, backward: fp8_e5m2/row+sr}
+"""
+
+
+def test_a_recipe_says_how_rows_of_tables_travel_and_reads_back_equal():
+    read = Recipe.from_yaml(TABLES)
+    made = Recipe(name="r", shards=Shards(tables=Tables(forward="fp8_e4m3/row", backward="fp8_e5m2/row+sr")))
+    assert read == made == Recipe.from_yaml(read.to_yaml()) == Recipe.from_dict(read.to_dict())
+    half = Recipe.from_yaml(TABLES.replace("forward: fp8_e4m3/row, ", ""))
+    assert half.shards == Shards(tables=Tables(backward="fp8_e5m2/row+sr"))
+    assert str(half.shards.tables) == "bf16, gradients as fp8_e5m2/row+sr"
+
+
+def test_tables_count_in_the_hash_and_leave_that_of_recipes_without_them():
+    none = Recipe(name="r")
+    # Of before recipes had tables.
+    assert none.hash().startswith("d4d085be5f11")
+    assert Recipe(name="r", shards=Shards()).hash() == none.hash()
+    hashes = {Recipe(name="r", shards=Shards(tables=tables)).hash() for tables in
+              (None, Tables(), Tables(forward="fp8_e4m3/row"), Tables(backward="fp8_e4m3/row"))}  # fmt: skip
+    assert len(hashes) == 4
+
+
+def test_the_plan_says_how_rows_travel_and_that_one_process_exchanges_nothing(tower, ids):
+    plan = resolve(Recipe.from_yaml(TABLES), tower)
+    told = "ranks exchange rows of embedding tables as fp8_e4m3/row, gradients as fp8_e5m2/row+sr; one process "
+    assert f"{told}exchanges nothing" in plan.to_text()
+    assert plan.to_dict()["tables"] == {"forward": "fp8_e4m3/row", "backward": "fp8_e5m2/row+sr"}
+    assert resolve(Recipe(name="r"), tower).to_dict()["tables"] is None
+    before = tower(ids)
+    apply_recipe(tower, Recipe.from_yaml(TABLES))
+    assert torch.equal(tower(ids), before)
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ("{}", "4:11: shards.tables: found an empty mapping, expected forward, backward or both"),
+        ("fp8_e4m3/row", "4:11: shards.tables: found 'fp8_e4m3/row', expected a mapping with keys of backward, forwa"),
+        ("{fwd: bf16}", "4:12: shards.tables.fwd: unknown field 'fwd'"),
+        ("{forward: fp9}", "4:21: shards.tables.forward: unknown format 'fp9'"),
+    ],
+)
+def test_tables_that_say_nothing_useful_are_refused_where_they_stand(tables, message):
+    with pytest.raises(RecipeError) as caught:
+        Recipe.from_yaml(f"\nrecipe: r\nshards:\n  tables: {tables}\n")
+    assert message in str(caught.value)
+    assert len(caught.value.diagnostics) == 1
+
+
+@pytest.mark.parametrize("spec", ["fp8_e4m3", "mxfp8", "fp8_e4m3/row+clip(rms=8)", "fp6_e2m3/row"])
+@pytest.mark.parametrize("way", ["forward", "backward"])
+def test_formats_that_rows_cannot_travel_in_are_named_with_their_place(tower, way, spec):
+    text = f"recipe: r\nshards:\n  tables:\n    {way}: {spec}\n"
+    with pytest.raises(NotBuiltError) as caught:
+        apply_recipe(tower, Recipe.from_yaml(text, file="r.yaml"))
+    assert str(caught.value).startswith(f"r.yaml:4:{7 + len(way)}: shards.tables.{way}: ")
+    assert "is not built yet, only fp32, bf16, or fp8_e4m3 or fp8_e5m2 with /row" in str(caught.value)

@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 from narrowgate.precision.errors import NarrowgateError, NotBuiltError
+from narrowgate.precision.exchanged_rows import Exchanged, Request
 from narrowgate.recipes import Recipe, RecipeError, resolve
 from narrowgate.recipes.plan import Plan
 from narrowgate.recipes.rates import shipped_rates
 from narrowgate.recipes.topology import Link, Tier, Topology
 from narrowgate.recipes.wire_plan import Layout, Payload, Wire, predict_wire
+from narrowgate.recipes.wire_tables import COUNTS, IDS, ROW_GRADIENTS, ROWS
 from narrowgate.recipes.wire_units import Sharding, default_units
 from torch import nn
 
@@ -206,3 +208,35 @@ def test_shards_that_cannot_run_are_refused_like_applying_them() -> None:
     model.table.weight = linear.weight
     with pytest.raises(NotBuiltError, match=r"its weight is 'table\.weight' too"):
         predict_wire(model, planned(model), Layout(4, 4), LINKS)
+
+
+#: One table, which lies on the first rank; a bag of three ids and a row of one, 5 and 7 times on every rank.
+EXCHANGED = Exchanged({"table": 30 * 64}, 64, ("table",), ((Request("table", (5,), 3), Request("table", (7,))),))
+
+
+def test_rows_of_tables_are_none_of_fsdp2_s_and_cost_what_their_owner_sends() -> None:
+    model = tower()
+    plan = planned(model, "bf16", tables={"forward": "fp8_e4m3/row", "backward": "bf16+sr"})
+    wired = predict_wire(model, plan, Layout(4, 2), LINKS, None, EXCHANGED)
+    plain, recipe = ({entry.what: entry for entry in side.traffic} for side in (wired.plain, wired.recipe))
+    assert (wired.recipe.rank, recipe[COUNTS].given, recipe[COUNTS].sent) == (0, {"int64": 16}, 48)
+    # The rank that has the table asks itself, and answers four ranks' 12 rows.
+    assert (recipe[IDS].given, recipe[IDS].sent) == ({"int64": 8 * (15 + 7)}, 0)
+    assert recipe[ROWS].given == {"fp8_e4m3": 4 * 12 * 64, "fp32 scales": 4 * 12 * 4}
+    assert recipe[ROWS].sent == 3 * 12 * 68
+    assert (recipe[ROW_GRADIENTS].given, recipe[ROW_GRADIENTS].sent) == ({"bf16": 12 * 128}, 0)
+    assert plain[ROWS].given == {"bf16": 4 * 12 * 128}
+    assert recipe[ROWS].us == LINKS.all_to_all_us(LINKS.group(4), recipe[ROWS].total)
+    # Of the tables nothing is gathered, nor reduced; all else is as it was.
+    without = predict_wire(model, planned(model, "bf16"), Layout(4, 2), LINKS, Sharding(ignored=("table",)))
+    assert {what: entry for what, entry in recipe.items() if what not in (COUNTS, IDS, ROWS, ROW_GRADIENTS)} == {
+        entry.what: entry for entry in without.recipe.traffic
+    }
+
+
+def test_one_gpu_exchanges_nothing_and_tables_nobody_named_are_asked_for() -> None:
+    model = tower()
+    plan = planned(model, "bf16", tables={"forward": "fp8_e4m3/row"})
+    assert predict_wire(model, plan, Layout(1, 1), LINKS, None, EXCHANGED).recipe.traffic == ()
+    with pytest.raises(NarrowgateError, match=r"shards.tables fp8_e4m3/row, gradients as bf16: found no `exchanged`"):
+        predict_wire(model, plan, Layout(4, 4), LINKS)
