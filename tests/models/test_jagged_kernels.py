@@ -140,8 +140,9 @@ def test_kernels_add_a_bias_of_distance(case: str, reach: int, small_tiles: None
 @pytest.mark.parametrize("case", [name for name, (_, _, rules) in CASES.items() if rules])
 def test_kernels_add_a_bias_of_time(case: str, buckets: int, reach: int, small_tiles: None) -> None:
     queries, keys, rules = CASES[case]
-    head = 16 if INTERPRETED else 128
-    check(queries, keys, DTYPES[-1], head, buckets=buckets, reach=reach, eps=1e-2, **{"n_summary": 2, **rules})
+    # Short rows of queries keep some that have a bias.
+    rules = {**rules, "n_summary": 1 if "aligned" in case else 2}
+    check(queries, keys, DTYPES[-1], 16 if INTERPRETED else 128, buckets=buckets, reach=reach, eps=1e-2, **rules)
 
 
 @kernel_test
