@@ -112,10 +112,10 @@ class Trainer:
         if self.options.checkpoint:
             checkpoint_activations(self.model, self.options.checkpoint)
         optimizer = scheduled_optimizer(self.model, self.total_steps, task.preset.training)
-        # Where kernels cast: elsewhere there is nothing to save.
+        # Where kernels cast: elsewhere there is nothing to save. Else the recipe decides.
         several = task.device.type == "cuda" and (self.options.accumulate > 1 or bool(self.options.checkpoint))
         self.optimizer: Optimizer = (
-            optimizer if self.plan is None else self.plan.wrap_optimizer(optimizer, keep_weights=several)
+            optimizer if self.plan is None else self.plan.wrap_optimizer(optimizer, keep_weights=several or None)
         )
         self._forward: Any = torch.compile(self.model) if self.options.compiled else self.model
 

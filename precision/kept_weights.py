@@ -7,13 +7,14 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from .capability import same_codes
+from . import casting
+from .capability import has_cast_kernel, same_codes
 from .casting import has_kernel
 from .config import LinearConfig
 from .delayed import AmaxHistory
 from .layer import layer_state, live_layers
 from .linear import LowPrecisionLinear, keep_weight_codes
-from .weight_codes import WeightCodes
+from .weight_codes import WeightCodes, format_obstacle
 
 
 def keep_weights(parameters: Iterable[Tensor]) -> dict[str, str]:
@@ -49,9 +50,24 @@ def kept_history(
 
     It can where both products take the same codes. They are then recorded once a step, not at each use.
     """
-    spec = config.fprop.second
-    plain = type(weight) is torch.nn.Parameter and spec.delayed is not None and not spec.sr
-    clipped = spec.clip_p is not None or spec.clip_rms is not None
-    if weight is None or not plain or clipped or not same_codes(spec, config.dgrad.second):
+    if type(weight) is not torch.nn.Parameter or not _one_history(config):
         return None
-    return histories.get(("fprop", "weight")) if weight.numel() and has_kernel(weight, spec) else None
+    return histories.get(("fprop", "weight")) if weight.numel() and has_kernel(weight, config.fprop.second) else None
+
+
+def can_keep(config: LinearConfig) -> bool:
+    """Whether a linear layer of these formats can keep its weight's codes, wherever kernels cast."""
+    return _one_history(config) or format_obstacle(config) is None
+
+
+def worth_keeping(parameter: Tensor) -> bool:
+    """Whether a cast at each use is a kernel there, and not one of a shard, which is gathered anew for each use."""
+    return type(parameter) is torch.nn.Parameter and (parameter.is_cuda or casting.kernels_on_cpu())
+
+
+def _one_history(config: LinearConfig) -> bool:
+    """Whether both products take the same codes, with a delayed scale that depends on nothing but its history."""
+    spec = config.fprop.second
+    clipped = spec.clip_p is not None or spec.clip_rms is not None
+    delayed = spec.delayed is not None and not spec.sr and not clipped and has_cast_kernel(spec)
+    return delayed and same_codes(spec, config.dgrad.second)

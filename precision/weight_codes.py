@@ -17,10 +17,13 @@ counter is not seen any more from the step on, where codes that are made at thei
 
 Within the capture of a CUDA graph the cast is always launched, so that each replay sees the weight of its time. Nobody
 counts replays, so codes that were ever captured are not trusted again, nor are those of a weight whose optimizer's step
-was. Only training forwards keep codes: evaluation, and every layer that was not asked to keep any, casts at each use.
-What no check can see is a write between two micro-batches of one step (or, of codes that a step wrote, any later one)
-that leaves the version counter alone: through ``weight.data``, by a collective of ``torch.distributed``, in a replay.
-``plan.refresh()`` after it.
+was. What no check can see is a write between two micro-batches of one step (or, of codes that a step wrote, any later
+one) that leaves the version counter alone: through ``weight.data``, by a collective of ``torch.distributed``, in a
+replay. ``plan.refresh()`` after it.
+
+**Evaluation.** Only training forwards, of modules in training and with gradients, read and fill the buffers: all others
+cast the weight as it is. So whatever lies in the weight's place for an evaluation, written there by any means, is what
+is evaluated, and once the weight is back the codes are right again.
 
 The operator writes to its buffers though its schema does not say so. They are a cache: nothing reads them but this
 operator, which checks first, so no order of calls can show the difference; and a compiler that knew of the writes would
@@ -183,19 +186,30 @@ def keep_obstacle(config: LinearConfig, weight: Tensor | None) -> str | None:
     """Say why a layer's weight is quantized at each use all the same; None where it can keep its codes."""
     if type(weight) is not torch.nn.Parameter:
         return "the weight is no plain Parameter: a sharded one is gathered anew for each use anyway"
+    obstacle = format_obstacle(config)
+    if obstacle is not None:
+        return obstacle
+    if weight.numel() == 0 or not has_kernel(weight, *_quantized(config)):
+        return f"no cast kernel takes a weight of {list(weight.shape)}, {weight.dtype}, on {weight.device.type}"
+    return None
+
+
+def format_obstacle(config: LinearConfig) -> str | None:
+    """Say why a weight in a layer's formats is quantized at each use all the same, wherever it lies."""
     if config.fprop.second.high_precision:
         return "fprop does not quantize the weight"
-    specs = [spec for spec in (config.fprop.second, config.dgrad.second) if not spec.high_precision]
-    for spec in specs:
+    for spec in _quantized(config):
         if spec.sr:
             return f"{spec} is drawn anew at each use"
         if spec.delayed is not None:
             return f"{spec} records each use"
         if not has_cast_kernel(spec):
             return f"{spec} has no cast kernel"
-    if weight.numel() == 0 or not has_kernel(weight, *specs):
-        return f"no cast kernel takes a weight of {list(weight.shape)}, {weight.dtype}, on {weight.device.type}"
     return None
+
+
+def _quantized(config: LinearConfig) -> list[Spec]:
+    return [spec for spec in (config.fprop.second, config.dgrad.second) if not spec.high_precision]
 
 
 def weight_product(

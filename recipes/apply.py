@@ -46,6 +46,8 @@ class Applied:
     backend: str
     #: How an optimizer keeps its state.
     state: Spec
+    #: Whether weights are quantized once an optimizer step.
+    keep_weights: bool = False
 
 
 def apply_recipe(
@@ -134,7 +136,8 @@ def apply_recipe(
             runs_on.restore(module)
         raise
     mark(model, loaded, seed, plan.backend)
-    if state_of(loaded).format != "fp32":
+    wanted = optimizer_of(loaded)
+    if wanted.state.format != "fp32" or (wanted.keep_weights and plan.backend == "native"):
         from .optimizer import expect_wrapped
 
         expect_wrapped(unwrap(model))
@@ -196,12 +199,15 @@ def check_backend(backend: str | None) -> None:
 
 def mark(model: nn.Module, recipe: Recipe, seed: int, backend: str) -> None:
     """Have ``model`` remember the recipe that it carries now."""
-    unwrap(model).__dict__[_MARK] = Applied(recipe.name, recipe.hash(), seed, backend, state_of(recipe))
+    wanted = optimizer_of(recipe)
+    unwrap(model).__dict__[_MARK] = Applied(
+        recipe.name, recipe.hash(), seed, backend, wanted.state, wanted.keep_weights
+    )
 
 
-def state_of(recipe: Recipe) -> Spec:
-    """Return how ``recipe`` has an optimizer keep its state."""
-    return (recipe.flatten().optimizer or OptimizerState()).state
+def optimizer_of(recipe: Recipe) -> OptimizerState:
+    """Return what ``recipe`` asks of an optimizer."""
+    return recipe.flatten().optimizer or OptimizerState()
 
 
 def refuse_second(model: nn.Module, recipe: Recipe) -> None:

@@ -15,21 +15,24 @@ from ..precision.errors import NarrowgateError
 from .apply import applied_recipes
 from .targets import named_parameters
 
-#: Models whose recipe asks for optimizer state in few bits, until an optimizer has stepped them.
+#: Models whose recipe asks something of their optimizer, until one has stepped them.
 _WAITING: WeakSet[nn.Module] = WeakSet()
+#: Those of them that :func:`wrap_optimizer` was called for.
+_WRAPPED: WeakSet[nn.Module] = WeakSet()
 
 
-def wrap_optimizer(model: nn.Module, optimizer: Optimizer, *, keep_weights: bool = False) -> Optimizer:
+def wrap_optimizer(model: nn.Module, optimizer: Optimizer, *, keep_weights: bool | None = None) -> Optimizer:
     """Do what :meth:`narrowgate.recipes.Plan.wrap_optimizer` does, for a model whose plan is not at hand.
 
     Such as one of ``@low_precision``. Call it after ``fully_shard``, before ``torch.distributed.checkpoint`` asks for
     the state.
 
     Args:
-        model: carries a recipe, or several in its parts that ask for the same optimizer state.
+        model: carries a recipe, or several in its parts that ask for the same optimizer state; weights are kept where
+            any of them asks for it.
         optimizer: a ``torch.optim.Optimizer`` over the model's Parameters.
         keep_weights: quantize each weight that it steps once a step instead of at each use; in the step's own pass
-            where it is a fused one on a GPU and the scale is a delayed one.
+            where it is a fused one on a GPU and the scale is a delayed one. None does as the recipe says.
 
     Returns:
         ``optimizer`` itself.
@@ -54,18 +57,24 @@ def wrap_optimizer(model: nn.Module, optimizer: Optimizer, *, keep_weights: bool
 
         names: dict[Tensor, str] = {parameter: name for name, parameter in named_parameters(model)}
         lower_state(optimizer, first.state, names=names, seed=first.seed)
-    if keep_weights:
-        keep_weights_of(optimizer)
+    if keep_weights or (keep_weights is None and any(recipe.keep_weights for recipe in applied)):
+        keep_weights_of(optimizer, everywhere=bool(keep_weights))
+    _WRAPPED.update(module for module in model.modules() if module in _WAITING)
     return optimizer
 
 
-def keep_weights_of(optimizer: Optimizer) -> None:
-    """Quantize the weights that ``optimizer`` steps once a step; warn of layers where that is not possible, and why."""
-    from ..precision.kept_weights import keep_weights
+def keep_weights_of(optimizer: Optimizer, *, everywhere: bool = True) -> None:
+    """Quantize the weights that ``optimizer`` steps once a step; warn of layers where that is not possible, and why.
+
+    A recipe is written for many machines: with ``everywhere`` off, weights that nothing would be saved on where they
+    are now, those on a CPU and shards, are passed over without a word.
+    """
+    from ..precision.kept_weights import keep_weights, worth_keeping
     from ..precision.optimizer_state import write_codes
 
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     layers: dict[str, list[str]] = {}
-    for name, reason in keep_weights(p for group in optimizer.param_groups for p in group["params"]).items():
+    for name, reason in keep_weights(p for p in parameters if everywhere or worth_keeping(p)).items():
         layers.setdefault(reason, []).append(name)
     write_codes(optimizer)
     for reason, names in layers.items():
@@ -76,8 +85,9 @@ def keep_weights_of(optimizer: Optimizer) -> None:
 
 
 def expect_wrapped(model: nn.Module) -> None:
-    """Warn at the first step of ``model`` if its optimizer keeps FP32 state, which its recipe does not ask for."""
+    """Warn at the first step of ``model`` if its optimizer does not do what its recipe asks of one."""
     _WAITING.add(model)
+    _WRAPPED.discard(model)
     _install_hook()
 
 
@@ -99,11 +109,16 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             continue
         _WAITING.discard(model)
         applied = applied_recipes(model).get("")
-        if applied is None or state_spec(optimizer).format != "fp32":
+        if applied is None:
+            continue
+        if applied.state.format != "fp32" and state_spec(optimizer).format == "fp32":
+            missed = f"optimizer state in {applied.state}, this {type(optimizer).__name__} keeps its own"
+        elif applied.keep_weights and applied.backend == "native" and model not in _WRAPPED:
+            missed = f"weights quantized once a step, with this {type(optimizer).__name__} each use quantizes them"
+        else:
             continue
         warnings.warn(
-            f"recipe '{applied.name}' asks for optimizer state in {applied.state}, this {type(optimizer).__name__} "
-            "keeps its own: expected plan.wrap_optimizer(optimizer), or narrowgate.recipes.wrap_optimizer(model, "
-            "optimizer)",
+            f"recipe '{applied.name}' asks for {missed}: expected plan.wrap_optimizer(optimizer), or "
+            "narrowgate.recipes.wrap_optimizer(model, optimizer)",
             stacklevel=2,
         )

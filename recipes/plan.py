@@ -16,7 +16,7 @@ from ..precision.spec import Spec
 from .errors import Diagnostic
 from .pricing import LayerPrice, Unpriced
 from .rates import Rates, shipped_rates
-from .recipe import Recipe, Shards, Tables
+from .recipe import OptimizerState, Recipe, Shards, Tables
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -245,6 +245,15 @@ class Plan:
         )
 
     @property
+    def once_a_step(self) -> tuple[LayerPlan, ...]:
+        """The layers whose weights the recipe has quantized once an optimizer step, where kernels cast."""
+        if self.backend != "native" or not (self.recipe.optimizer or OptimizerState()).keep_weights:
+            return ()
+        from ..precision.kept_weights import can_keep
+
+        return tuple(layer for layer in self.lowered if layer.kind == "linear" and can_keep(layer.config))
+
+    @property
     def native(self) -> bool:
         """True where the device multiplies every planned pair itself."""
         return not self.emulated()
@@ -298,8 +307,10 @@ class Plan:
         total = sum(flops.values())
         return {pair: count / total for pair, count in flops.most_common()} if total else {}
 
-    def wrap_optimizer(self, optimizer: Optimizer, *, keep_weights: bool = False) -> Optimizer:
-        """Make ``optimizer`` keep its state as the recipe says, in place, and return it; FP32 state stays as it is.
+    def wrap_optimizer(self, optimizer: Optimizer, *, keep_weights: bool | None = None) -> Optimizer:
+        """Make ``optimizer`` do what the recipe's ``optimizer`` part says, in place, and return it.
+
+        Its state is kept in the recipe's format, where FP32 leaves it as it is, and weights are quantized once a step.
 
         See :func:`narrowgate.precision.lower_state`. Call it after ``fully_shard``, before
         ``torch.distributed.checkpoint`` asks for the state.
@@ -307,21 +318,22 @@ class Plan:
         Args:
             optimizer: a ``torch.optim.Optimizer`` over the model's Parameters.
             keep_weights: quantize each weight that it steps once a step, for all micro-batches and recomputed forwards,
-                instead of at each use: worth it where a step has several. Costs up to two bytes an element of the
-                weights between forwards. Warns of layers where it is not possible, with the reason. A fused Adam or
-                AdamW on a GPU, with BF16 or FP32 state, writes the codes of weights with delayed scales in its own
-                step; from then on a write through ``weight.data`` needs :meth:`refresh`, also before the first
-                forward. See :mod:`narrowgate.precision.weight_codes`.
+                instead of at each use; None does as the recipe says. Costs up to two bytes an element of the weights
+                between forwards. Warns of layers where it is not possible, with the reason; where only the recipe asks
+                for it, not of what lies on a CPU or is sharded, where there is nothing to save. A fused Adam or AdamW
+                on a GPU, with BF16 or FP32 state, writes the codes of weights with delayed scales in its own step;
+                from then on a write through ``weight.data`` that a training forward shall see needs :meth:`refresh`,
+                also before the first one. See :mod:`narrowgate.precision.weight_codes`.
 
         Raises:
             NotBuiltError: the recipe wants a format that is not built for optimizer state.
             NarrowgateError: the optimizer's state is not known, its parameters are not FP32, or the plan was only
                 resolved.
         """
-        state = self.recipe.optimizer.state if self.recipe.optimizer is not None else None
-        if state is not None and state.format != "fp32":
-            from .optimizer import wrap_optimizer
+        from .optimizer import keep_weights_of, wrap_optimizer
 
+        wanted = self.recipe.optimizer or OptimizerState()
+        if wanted.state.format != "fp32" or wanted.keep_weights:
             model = None if self.model is None else self.model()
             if model is None:
                 raise NarrowgateError(
@@ -329,8 +341,6 @@ class Plan:
                 )
             return wrap_optimizer(model, optimizer, keep_weights=keep_weights)
         if keep_weights:
-            from .optimizer import keep_weights_of
-
             keep_weights_of(optimizer)
         return optimizer
 
@@ -339,8 +349,8 @@ class Plan:
 
         Those leave a tensor's version counter alone: through ``weight.data``, or by a collective.
 
-        Only weights that ``wrap_optimizer(..., keep_weights=True)`` keeps need it; all others are quantized at each
-        use, and every use that a CUDA graph captured quantizes too.
+        Only training forwards over weights that :meth:`wrap_optimizer` keeps need it; all others are quantized at each
+        use, as is every weight in evaluation, and every use that a CUDA graph captured quantizes too.
         """
         from ..precision.layer import forget_weight_codes
 
@@ -350,6 +360,7 @@ class Plan:
         """Return the plan as JSON-ready data."""
         from .saved_activations import activations_dict
 
+        optimizer = self.recipe.optimizer or OptimizerState()
         return {
             "version": PLAN_VERSION,
             "recipe": self.recipe.name,
@@ -363,6 +374,8 @@ class Plan:
             "gathered": [layer.name for layer in self.gathered],
             "reduce": str(self.reduce) if self.reduce is not None else None,
             "tables": self.tables.to_dict() if self.tables is not None else None,
+            "optimizer": {"state": str(optimizer.state), "keep_weights": optimizer.keep_weights},
+            "once_a_step": [layer.name for layer in self.once_a_step],
             "flops_share": self.flops_share(),
             "flops_share_by_rows": self.weighted,
             "rows": dict(self.rows) if self.rows is not None else None,

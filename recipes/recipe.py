@@ -247,16 +247,24 @@ class Activations:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerState:
-    """How the optimizer's moments are stored."""
+    """How the optimizer's moments are stored, and whether its steps are what weights are quantized for.
+
+    Raises:
+        NarrowgateError: ``keep_weights`` is no boolean, or a bad expression.
+    """
 
     state: Spec = _FP32
+    #: Quantize weights once an optimizer step, not at each use: the same numbers, where kernels cast.
+    keep_weights: bool = False
 
     if TYPE_CHECKING:  # texts are parsed on construction
 
-        def __init__(self, *, state: Spec | str = ...) -> None: ...
+        def __init__(self, *, state: Spec | str = ..., keep_weights: bool = False) -> None: ...
 
     def __post_init__(self) -> None:
         _set_spec(self, "state")
+        if not isinstance(self.keep_weights, bool):
+            raise NarrowgateError(f"keep_weights: found {found(self.keep_weights)}, expected True or False")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ from ..precision.config import OPERANDS, PATHS, GemmConfig
 from ..precision.errors import on_one_line
 from .plan import LayerPlan, Plan
 from .pricing import LayerPrice, Unpriced
+from .recipe import OptimizerState
 from .runnable import inexpressible_in_plan
 from .saved_activations import activations_notes
 
@@ -138,9 +139,12 @@ def _notes(plan: Plan) -> list[str]:
     if plan.tables is not None:
         notes.append(f"ranks exchange rows of embedding tables as {plan.tables}; one process exchanges nothing")
     notes += activations_notes(plan)
-    state = plan.recipe.optimizer.state if plan.recipe.optimizer is not None else None
-    if state is not None and state.format != "fp32":
-        notes.append(f"the optimizer keeps its moments as {state}")
+    optimizer = plan.recipe.optimizer or OptimizerState()
+    if optimizer.state.format != "fp32":
+        notes.append(f"the optimizer keeps its moments as {optimizer.state}")
+    if optimizer.keep_weights:
+        count = f"{len(plan.once_a_step)} of {_layers(len(plan.lowered))}"
+        notes.append(f"weights are quantized once an optimizer step, where kernels cast them: {count}")
     notes += [str(finding) for finding in inexpressible_in_plan(plan)]
     if plan.trace is not None:
         notes.append(f"rules reach {plan.trace.reachable_share:.1%} of the FLOPs of a traced step")

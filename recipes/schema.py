@@ -143,9 +143,10 @@ class ActivationsFile(_File):
 
 
 class OptimizerFile(_File):
-    """How the optimizer's moments are stored."""
+    """How the optimizer's moments are stored, and what is quantized once for each of its steps."""
 
     state: SpecText | None = None
+    keep_weights: bool = Field(False, description="Quantize weights once an optimizer step, not at each use.")
 
 
 class RecipeFile(_File):

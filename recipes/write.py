@@ -33,7 +33,7 @@ def to_dict(recipe: Recipe) -> dict[str, Any]:
     if recipe.activations is not None:
         data["activations"] = {"save": str(recipe.activations.save)}
     if recipe.optimizer is not None:
-        data["optimizer"] = {"state": str(recipe.optimizer.state)}
+        data["optimizer"] = _optimizer_dict(recipe.optimizer)
     if recipe.backend is not None:
         data["backend"] = recipe.backend
     return data
@@ -64,7 +64,7 @@ def recipe_hash(recipe: Recipe) -> str:
         "rules": [_canonical_rule(rule) for rule in flat.rules],
         "shards": _canonical_shards(flat.shards or Shards()),
         "activations": str((flat.activations or Activations()).save),
-        "optimizer": str((flat.optimizer or OptimizerState()).state),
+        "optimizer": _canonical_optimizer(flat.optimizer or OptimizerState()),
     }
     text = json.dumps(canonical, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()
@@ -114,6 +114,17 @@ def _shards_dict(shards: Shards) -> dict[str, Any]:
     if shards.tables is not None:
         data["tables"] = shards.tables.to_dict()
     return data
+
+
+def _optimizer_dict(optimizer: OptimizerState) -> dict[str, Any]:
+    """Return the ``optimizer`` part as the file has it."""
+    data: dict[str, Any] = {"state": str(optimizer.state)}
+    return {**data, "keep_weights": True} if optimizer.keep_weights else data
+
+
+def _canonical_optimizer(optimizer: OptimizerState) -> str | dict[str, Any]:
+    # A text where there is but the state, as before there was more: so the hash of such a recipe is what it was.
+    return _optimizer_dict(optimizer) if optimizer.keep_weights else str(optimizer.state)
 
 
 def _canonical_shards(shards: Shards) -> dict[str, Any]:

@@ -48,8 +48,8 @@ class GemArm:
     model: Mapping[str, Any] = field(default_factory=dict)
     #: Under ``torch.use_deterministic_algorithms``.
     deterministic: bool = False
-    #: Weights are quantized once a step (``plan.wrap_optimizer(keep_weights=True)``) instead of where they are used.
-    keep_weights: bool = False
+    #: Overrides whether the recipe has weights quantized once a step (``plan.wrap_optimizer(keep_weights=...)``).
+    keep_weights: bool | None = None
 
     def task(self, task: GemTask) -> GemTask:
         """Return ``task`` with this arm's model; data and training stay."""
@@ -107,7 +107,8 @@ _ARMS = (
     GemArm("bf16", "bf16", "bf16"),
     GemArm("bf16-fused", "bf16_fused", "bf16", _fused),
     GemArm("gem-fp8", "narrowgate", "gem-fp8", _recipe("gem-fp8", "native")),
-    GemArm("gem-fp8-kept", "narrowgate", "gem-fp8, weights kept", _recipe("gem-fp8", "native"), keep_weights=True),
+    GemArm("gem-fp8-each-use", "narrowgate", "gem-fp8, weights cast at each use",
+           _recipe("gem-fp8", "native"), keep_weights=False),
     GemArm("torchao-tensorwise", "torchao", "tensorwise", _peer("torchao", _eligible, *_TENSOR), may_fail=True),
     GemArm("torchao-tensorwise-large", "torchao", "tensorwise, large layers",
            _peer("torchao", _large, *_TENSOR), may_fail=True),

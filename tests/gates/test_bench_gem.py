@@ -19,7 +19,9 @@ from narrowgate.gates.bench import gem, gem_attention
 from narrowgate.gates.bench.gem_arms import ARMS, GemArm, pick_arms
 from narrowgate.gates.speed import BlockTime, StepFunction
 from narrowgate.models import GemConfig, GemTask
+from narrowgate.precision import casting
 from narrowgate.precision.errors import NarrowgateError
+from narrowgate.precision.layer import LowPrecisionLayer, layer_state
 from scipy import stats
 
 ROOT = Path(__file__).parents[2]
@@ -242,6 +244,28 @@ def test_an_arm_that_fails_is_named_and_ours_is_a_fault(task: GemTask) -> None:
     assert [row["arm"] for row in result.rows] == ["bf16"]
     assert [(entry["name"], entry["fault"]) for entry in result.skipped] == [("ours", True), ("peer", False)]
     assert result.faults == ["ours: OutOfMemoryError: CUDA out of memory."]
+
+
+def test_weights_are_kept_as_the_recipe_says_but_in_the_arm_without(
+    task: GemTask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(casting, "kernels_on_cpu", lambda: True)
+    models: list[torch.nn.Module] = []
+
+    def built(task: GemTask) -> torch.nn.Module:
+        models.append(build(task))
+        return models[-1]
+
+    build = GemTask.build_model
+    monkeypatch.setattr(GemTask, "build_model", built)
+    found: list[set[bool]] = []
+    for name in ("gem-fp8", "gem-fp8-each-use"):
+        # Built and wrapped; a step wants a batch, and there is none.
+        with pytest.raises(ZeroDivisionError):
+            gem._make(ARMS[name], task, [], SETTINGS)
+        lowered = [module for module in models[-1].modules() if isinstance(module, LowPrecisionLayer)]
+        found.append({layer_state(module).kept is not None for module in lowered})
+    assert found == [{True}, {False}]
 
 
 def test_bf16_itself_must_run(task: GemTask) -> None:

@@ -11,7 +11,9 @@ import torch
 import torch._functorch.config as functorch
 from narrowgate.models import Batch, GemTask, LoopOptions, Preset, Trainer
 from narrowgate.models.checkpointing import MODES, checkpoint_activations
+from narrowgate.precision import casting
 from narrowgate.precision.errors import NarrowgateError
+from narrowgate.precision.layer import LowPrecisionLayer, layer_state
 from narrowgate.recipes import OptimizerState, Recipe
 from torch import nn
 
@@ -160,6 +162,48 @@ def test_recomputation_under_a_recipe_repeats_its_rounding(recipe: str, small: P
     task = GemTask.open(dataclasses.replace(small, model=model), "synthetic", steps=4)
     regions = {"interaction": "all", "sequence": "pointwise"}
     assert trainer(task, recipe=recipe, checkpoint=regions).fit() == trainer(task, recipe=recipe).fit()
+
+
+EACH_USE = Recipe(name="each-use", extends="gem-fp8", optimizer=OptimizerState(state="bf16+sr"))
+
+
+def passes(found: Trainer) -> list[int | None]:
+    """How often the optimizer wrote each lowered layer's codes in its own pass; None where it keeps none."""
+    states = [layer_state(module) for module in found.model.modules() if isinstance(module, LowPrecisionLayer)]
+    return [None if state.kept is None else state.kept.passes for state in states]
+
+
+def test_weights_are_kept_where_the_recipe_says_so_and_train_the_same(
+    small: Preset, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    task = GemTask.open(dataclasses.replace(small, model=wide(small)), "synthetic", steps=4)
+    plain = trainer(task, recipe=EACH_USE)
+    with monkeypatch.context() as patch:
+        patch.setattr(casting, "kernels_on_cpu", lambda: True)
+        kept, overruled = trainer(task, recipe="gem-fp8"), trainer(task, recipe=EACH_USE, accumulate=2)
+    assert len(passes(kept)) > 4
+    assert set(passes(kept)) == {0}
+    assert set(passes(plain)) == set(passes(overruled)) == {None}
+    assert kept.fit() == plain.fit()
+    assert equal(weights(kept), weights(plain))
+    # A CPU itself casts nothing that could be saved, and says nothing of it.
+    assert set(passes(trainer(task, recipe="gem-fp8"))) == {None}
+    assert not [warning for warning in recwarn.list if "keep_weights" in str(warning.message)]
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_built_in_recipe_trains_the_same_with_weights_that_adam_quantized(small: Preset) -> None:
+    task = GemTask.open(dataclasses.replace(small, model=wide(small)), "synthetic", device="cuda", steps=6)
+    kept, plain = (trainer(task, recipe=recipe, deterministic=True) for recipe in ("gem-fp8", EACH_USE))
+    assert kept.fit() == plain.fit()
+    assert set(passes(plain)) == {None}
+    # Not the first step, in which Adam makes its state.
+    assert set(passes(kept)) == {5}
+
+
+def wide(small: Preset) -> Any:
+    """A model with layers that gem-fp8 lowers."""
+    return dataclasses.replace(small.model, d=32, fm_hidden=(64,))
 
 
 def test_recomputation_compiles_whole(small: Preset) -> None:

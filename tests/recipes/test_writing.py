@@ -35,7 +35,7 @@ def test_yaml_and_objects_round_trip(contract_text):
         ],
         shards=Shards(all_gather="fp8_e4m3/128x128", requantize=True),
         activations=Activations(save="bf16"),
-        optimizer=OptimizerState(state="bf16+sr"),
+        optimizer=OptimizerState(state="bf16+sr", keep_weights=True),
         backend="native",
     )
     for recipe in (built, Recipe.from_yaml(contract_text), *map(load_recipe, builtin_names())):
@@ -80,6 +80,7 @@ def test_the_hash_follows_extends():
         "rules: [{layers: a, all: fp8_e4m3}, {layers: a, all: bf16}]",
         "rules: [{layers: a, all: fp8_e4m3}]\ndefaults: fp32",
         "rules: [{layers: a, all: fp8_e4m3}]\noptimizer: {state: bf16}",
+        "rules: [{layers: a, all: fp8_e4m3}]\noptimizer: {keep_weights: true}",
         "rules: [{layers: a, all: fp8_e4m3}]\nshards: {reduce_scatter: fp8_e5m2}",
         "rules: [{layers: a, all: fp8_e4m3}]\nshards: {reduce_scatter: bf16}",
     ],
@@ -115,5 +116,6 @@ def test_the_schema_accepts_what_the_parser_accepts_and_refuses_wrong_keys(contr
         {"recipe": "x", "rules": [{"layers": "a", "fprop": {"grad": "bf16"}}]},
         {"recipe": "x", "rules": [{"layers": "a", "when": "now"}]},
         {"recipe": "x", "rules": [{"layers": [], "all": "bf16"}]},
+        {"recipe": "x", "optimizer": {"keep_weights": "yes"}},
     ):
         assert list(validator.iter_errors(wrong)), wrong
