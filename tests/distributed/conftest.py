@@ -18,6 +18,15 @@ import torch
 _LIMIT = 300
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """As ranks have: a product that several threads share is summed in another order, and compared bits differ."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="session")
 def load_script() -> Callable[[str], ModuleType]:
     """Import a script of this folder by its name, for the same cases in this process."""
