@@ -24,6 +24,9 @@ recording)``
 
 It returns codes [M, N] and [N, M], empty where not wanted, and their scale, FP32 [].
 
+``cast_fp8_summed`` and ``cast_fp8_delayed_summed`` take and return the same and, last, the sums of the columns of the
+matrix, FP32 [N], as it is before clipping and rounding: the gradient of a bias out of the cast of a layer's gradient.
+
 ``write_bf16(leaves, program)`` returns the same matrix in BF16, not quantized at all: what casts are compared with.
 """
 
@@ -50,18 +53,19 @@ SAME = "="
 
 # Not torch.library.custom_op, whose wrappers cost as much host time as launching the kernels does.
 _LIBRARY = torch.library.Library("narrowgate", "FRAGMENT")
-_LIBRARY.define(
-    "cast_fp8(Tensor[] leaves, str program, str rows, str columns, Tensor? rows_key, Tensor? rows_bits, "
-    "Tensor? rows_limit, Tensor? columns_key, Tensor? columns_bits, Tensor? columns_limit) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_LIBRARY.define(
-    "cast_fp8_delayed(Tensor[] leaves, str program, str spec, bool rows, bool columns, Tensor? key, Tensor? limit, "
-    "Tensor history, Tensor(a!) pending, Tensor(b!) saturated, Tensor(c!) workspace, bool recording) "
-    "-> (Tensor, Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
+for _name, _sums in (("", ""), ("_summed", ", Tensor")):
+    _LIBRARY.define(
+        f"cast_fp8{_name}(Tensor[] leaves, str program, str rows, str columns, Tensor? rows_key, Tensor? rows_bits, "
+        "Tensor? rows_limit, Tensor? columns_key, Tensor? columns_bits, Tensor? columns_limit) "
+        f"-> (Tensor, Tensor, Tensor, Tensor{_sums})",
+        tags=(torch.Tag.pt2_compliant_tag,),
+    )
+    _LIBRARY.define(
+        f"cast_fp8_delayed{_name}(Tensor[] leaves, str program, str spec, bool rows, bool columns, Tensor? key, "
+        "Tensor? limit, Tensor history, Tensor(a!) pending, Tensor(b!) saturated, Tensor(c!) workspace, "
+        f"bool recording) -> (Tensor, Tensor, Tensor{_sums})",
+        tags=(torch.Tag.pt2_compliant_tag,),
+    )
 _LIBRARY.define("write_bf16(Tensor[] leaves, str program) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 
 
@@ -86,7 +90,8 @@ def _cast(
     columns_bits: Tensor | None,
     columns_limit: Tensor | None,
     into: Sequence[Tensor] | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    summed: bool = False,
+) -> tuple[Tensor, ...]:
     from .kernels.launch import launch_cast
 
     return launch_cast(
@@ -99,7 +104,12 @@ def _cast(
         keys=(rows_key, columns_key),
         bits=(rows_bits, columns_bits),
         into=into,
+        summed=summed,
     )
+
+
+def _cast_summed(leaves: Sequence[Tensor], program: str, *inputs: Any) -> tuple[Tensor, ...]:
+    return _cast(leaves, program, *inputs, summed=True)
 
 
 def cast_into(x: Tensor, rows: str, columns: str, limits: Sequence[Tensor | None], into: Sequence[Tensor]) -> None:
@@ -123,7 +133,7 @@ def cast_into(x: Tensor, rows: str, columns: str, limits: Sequence[Tensor | None
 
 def _cast_on_cpu(
     leaves: Sequence[Tensor], program: str, rows: str, columns: str, *inputs: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     rows_key, rows_bits, rows_limit, columns_key, columns_bits, columns_limit = inputs
     if kernels_on_cpu():
         return _cast(leaves, program, rows, columns, rows_key, rows_bits, rows_limit, columns_key, columns_bits,
@@ -132,6 +142,18 @@ def _cast_on_cpu(
 
     random = (rows_key, rows_bits), (columns_key, columns_bits)
     return reference_cast(leaves, Program.parse(program), rows, columns, *random)
+
+
+def _cast_summed_on_cpu(leaves: Sequence[Tensor], program: str, *inputs: Any) -> tuple[Tensor, ...]:
+    if kernels_on_cpu():
+        return _cast_summed(leaves, program, *inputs)
+    return *_cast_on_cpu(leaves, program, *inputs), _column_sums(leaves, program)
+
+
+def _column_sums(leaves: Sequence[Tensor], program: str) -> Tensor:
+    from .kernels.reference import values
+
+    return values(leaves, Program.parse(program)).sum(0)
 
 
 def _cast_fake(
@@ -143,6 +165,15 @@ def _cast_fake(
     codes, scale = _empty(leaves[0], rows, shape, 1)
     turned, second_scale = _empty(leaves[0], rows if columns == SAME else columns, shape, 0)
     return codes, scale, turned, scale.new_empty(0) if columns == SAME else second_scale
+
+
+def _cast_summed_fake(leaves: Sequence[Tensor], program: str, *inputs: Any) -> tuple[Tensor, ...]:
+    return *_cast_fake(leaves, program, *inputs), _sums_fake(leaves, program)
+
+
+def _sums_fake(leaves: Sequence[Tensor], program: str) -> Tensor:
+    parsed = Program.parse(program)
+    return leaves[0].new_empty(matrix(leaves, parsed)[1] * parsed.pieces, dtype=torch.float32)
 
 
 def _delayed(
@@ -158,14 +189,16 @@ def _delayed(
     saturated: Tensor,
     workspace: Tensor,
     recording: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+    summed: bool = False,
+) -> tuple[Tensor, ...]:
     if any(leaf.numel() == 0 for leaf in leaves):
-        return _delayed_reference(leaves, program, spec, rows, columns, key, history, pending, saturated, workspace,
-                                  recording)  # fmt: skip
+        found = _delayed_reference(leaves, program, spec, rows, columns, key, history, pending, saturated, workspace,
+                                   recording)  # fmt: skip
+        return (*found, _column_sums(leaves, program)) if summed else found
     from .kernels.launch import launch_cast
 
     operand = _operand(spec, None, limit)
-    codes, scale, turned, second_scale = launch_cast(
+    codes, scale, turned, second_scale, *sums = launch_cast(
         leaves,
         program,
         operand if rows else None,
@@ -176,17 +209,28 @@ def _delayed(
         bits=(None, None),
         state=(history, pending, saturated, workspace),
         recording=recording,
+        summed=summed,
     )
-    return codes, turned, scale if rows else second_scale
+    return codes, turned, scale if rows else second_scale, *sums
+
+
+def _delayed_summed(leaves: Sequence[Tensor], program: str, *inputs: Any) -> tuple[Tensor, ...]:
+    return _delayed(leaves, program, *inputs, summed=True)
 
 
 def _delayed_on_cpu(
     leaves: Sequence[Tensor], program: str, spec: str, rows: bool, columns: bool, *inputs: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     if kernels_on_cpu():
         return _delayed(leaves, program, spec, rows, columns, *inputs)
     key, _, *state = inputs
     return _delayed_reference(leaves, program, spec, rows, columns, key, *state)
+
+
+def _delayed_summed_on_cpu(leaves: Sequence[Tensor], program: str, *inputs: Any) -> tuple[Tensor, ...]:
+    if kernels_on_cpu():
+        return _delayed_summed(leaves, program, *inputs)
+    return *_delayed_on_cpu(leaves, program, *inputs), _column_sums(leaves, program)
 
 
 def _delayed_reference(
@@ -214,6 +258,10 @@ def _delayed_fake(
     return codes if rows else nothing, turned if columns else nothing, scale
 
 
+def _delayed_summed_fake(leaves: Sequence[Tensor], program: str, *inputs: Any) -> tuple[Tensor, ...]:
+    return *_delayed_fake(leaves, program, *inputs), _sums_fake(leaves, program)
+
+
 def _write(leaves: Sequence[Tensor], program: str) -> Tensor:
     from .kernels.write import launch_write
 
@@ -237,6 +285,8 @@ def _write_fake(leaves: Sequence[Tensor], program: str) -> Tensor:
 for _name, _on_gpu, _on_cpu, _fake in (
     ("cast_fp8", _cast, _cast_on_cpu, _cast_fake),
     ("cast_fp8_delayed", _delayed, _delayed_on_cpu, _delayed_fake),
+    ("cast_fp8_summed", _cast_summed, _cast_summed_on_cpu, _cast_summed_fake),
+    ("cast_fp8_delayed_summed", _delayed_summed, _delayed_summed_on_cpu, _delayed_summed_fake),
     ("write_bf16", _write, _write_on_cpu, _write_fake),
 ):
     _LIBRARY.impl(_name, _on_gpu, "CUDA")

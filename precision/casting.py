@@ -6,6 +6,9 @@ along its contraction, so the second use needs a transposed copy. :func:`quantiz
 kernel that reads the tensor once (twice where a dynamic scale must be known first), the same codes and scales as
 :func:`narrowgate.precision.quantize` bit for bit.
 
+A gradient's cast also sums the gradient's columns where a layer has a bias (:func:`quantize_summed`), so that nothing
+else reads it for that.
+
 In eager mode the kernels cast the tensor that they are given; under ``torch.compile`` they also compute it, from what
 it was made of (see :mod:`narrowgate.precision.fusion`).
 """
@@ -56,22 +59,51 @@ def quantize_both(
     Returns:
         The two operands, None where none was asked for. The second's codes lie transposed in memory.
     """
+    return _quantize(x, rows, columns, summed=False)[:2]
+
+
+def quantize_summed(
+    x: Tensor, rows: Request | None, columns: Request | None
+) -> tuple[QuantizedTensor | None, QuantizedTensor | None, Tensor]:
+    """:func:`quantize_both`, and the sums of the columns of ``x``, FP32 [N] (FP64 of an FP64 ``x``).
+
+    They are those of the values before clipping, rotation and rounding, added in FP32: in the pass that casts where
+    there is a kernel, else by PyTorch.
+    """
+    first, second, sums = _quantize(x, rows, columns, summed=True)
+    return first, second, column_sums(x) if sums is None else sums
+
+
+def column_sums(x: Tensor) -> Tensor:
+    """Sums of the columns of ``x`` [M, N], at least in FP32: [N]."""
+    return x.detach().sum(0, dtype=torch.promote_types(x.dtype, torch.float32))
+
+
+def _quantize(
+    x: Tensor, rows: Request | None, columns: Request | None, *, summed: bool
+) -> tuple[QuantizedTensor | None, QuantizedTensor | None, Tensor | None]:
+    """Both operands, and the sums of the columns where they are wanted and a kernel casts."""
     same = rows is not None and columns is not None and same_codes(rows.spec, columns.spec)
     if not has_kernel(x, *(request.spec for request in (rows, columns) if request is not None)):
         first = None if rows is None else _reference(x, rows, 1)
         if same:
             assert first is not None
-            return first, QuantizedTensor(first.data, first.scale, first.tensor_scale, first.spec, 0, first.shape)
-        return first, None if columns is None else _reference(x, columns, 0)
+            second = QuantizedTensor(first.data, first.scale, first.tensor_scale, first.spec, 0, first.shape)
+            return first, second, None
+        return first, None if columns is None else _reference(x, columns, 0), None
     if same:
         assert rows is not None
-        return _launch(x, rows, columns, same=True)
+        return _launch(x, rows, columns, same=True, summed=summed)
     if any(request is not None and request.spec.delayed is not None for request in (rows, columns)):
         # A history belongs to one set of codes, so two that differ are two launches.
-        first = None if rows is None else _launch(x, rows, None)[0]
-        second = None if columns is None else _launch(x, None, columns)[1]
-        return first, second
-    return _launch(x, rows, columns)
+        first = second = sums = None
+        if rows is not None:
+            first, _, sums = _launch(x, rows, None, summed=summed)
+        if columns is not None:
+            _, second, later = _launch(x, None, columns, summed=summed and rows is None)
+            sums = later if sums is None else sums
+        return first, second, sums
+    return _launch(x, rows, columns, summed=summed)
 
 
 @contextmanager
@@ -101,22 +133,24 @@ def _reference(x: Tensor, request: Request, dim: int) -> QuantizedTensor:
 
 
 def _launch(
-    x: Tensor, rows: Request | None, columns: Request | None, *, same: bool = False
-) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
+    x: Tensor, rows: Request | None, columns: Request | None, *, same: bool = False, summed: bool
+) -> tuple[QuantizedTensor | None, QuantizedTensor | None, Tensor | None]:
     x = x.detach()
     limits = [None if request is None else limit_of(x, request.spec) for request in (rows, columns)]
     leader = rows if rows is not None else columns
     assert leader is not None
     if leader.spec.delayed is not None and leader.history is not None:
         history = leader.history
-        codes, turned, scale = torch.ops.narrowgate.cast_fp8_delayed(
+        cast = torch.ops.narrowgate.cast_fp8_delayed_summed if summed else torch.ops.narrowgate.cast_fp8_delayed
+        codes, turned, scale, *sums = cast(
             [x], IDENTITY, str(leader.spec), rows is not None, columns is not None, leader.seed,
             limits[0] if rows is not None else limits[1], history.history, history.pending, history.saturated,
             history.workspace, history.recording,
         )  # fmt: skip
         scales = (scale, scale)
     else:
-        codes, first_scale, turned, second_scale = torch.ops.narrowgate.cast_fp8(
+        cast = torch.ops.narrowgate.cast_fp8_summed if summed else torch.ops.narrowgate.cast_fp8
+        codes, first_scale, turned, second_scale, *sums = cast(
             [x], IDENTITY, "" if rows is None else str(rows.spec),
             SAME if same else "" if columns is None else str(columns.spec),
             None if rows is None else rows.seed, None, limits[0],
@@ -129,7 +163,7 @@ def _launch(
         first = QuantizedTensor(codes, as_stored(scales[0], rows.spec, 1), None, rows.spec, 1, shape)
     if columns is not None:
         second = QuantizedTensor(turned.t(), as_stored(scales[1], columns.spec, 0), None, columns.spec, 0, shape)
-    return first, second
+    return first, second, sums[0] if summed else None
 
 
 def limit_of(x: Tensor, spec: Spec) -> Tensor | None:

@@ -79,7 +79,8 @@ def _cast_operators() -> frozenset[Any]:
     from . import cast_operators  # noqa: F401 - registers the operators
 
     ops = torch.ops.narrowgate
-    return frozenset({ops.cast_fp8.default, ops.cast_fp8_delayed.default, ops.write_bf16.default})
+    casts = (ops.cast_fp8, ops.cast_fp8_summed, ops.cast_fp8_delayed, ops.cast_fp8_delayed_summed, ops.write_bf16)
+    return frozenset(cast.default for cast in casts)
 
 
 def _operator(node: fx.Node) -> Any:
@@ -263,7 +264,8 @@ def _bytes(cast: fx.Node, leaves: Sequence[fx.Node]) -> int:
 
 def _passes(cast: fx.Node) -> int:
     """How often a cast reads its leaves: twice where a scale, or a magnitude to clip at, must be found first."""
-    if _operator(cast) is not torch.ops.narrowgate.cast_fp8.default:
+    ops = torch.ops.narrowgate
+    if _operator(cast) not in (ops.cast_fp8.default, ops.cast_fp8_summed.default):
         return 1
     texts = [a for a in (*cast.args, *cast.kwargs.values()) if isinstance(a, str) and a.startswith("fp8")]
     return 1 if all("x128" in text and "clip" not in text for text in texts) else 2

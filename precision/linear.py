@@ -13,7 +13,8 @@ wgrad  dW [N,K] = dyᵀ · x          grad, input     M
 An operand is quantized along its path's contraction. Where two paths ask for the same codes (same spec, a scale that
 survives a transpose, nearest rounding) the tensor is quantized once; where they do not, one kernel still makes both.
 Backward keeps the wgrad operand itself, one byte an element where it is FP8, not the activation it came from, and the
-dgrad weight. Weights are quantized straight from their master dtype.
+dgrad weight. Weights are quantized straight from their master dtype. The gradient's cast sums its columns, too: the
+gradient of the bias, in FP32 until it is rounded to the bias' dtype.
 
 An existing module is lowered by swapping its class, so its Parameters, hooks, name and ``isinstance(m, nn.Linear)``
 stay what they were.
@@ -42,7 +43,7 @@ from .layer import (
     restore_layer,
     swap,
 )
-from .operands import Operand, prepare, prepare_both, restore, save
+from .operands import Operand, prepare, prepare_both, prepare_summed, restore, save
 from .quantization import QuantizedTensor
 from .weight_codes import WeightCodes, keep_obstacle, weight_product
 
@@ -110,9 +111,8 @@ def linear_product(
     # Autocast must not touch the GEMMs inside: their dtypes are the recipe's.
     with torch.autocast(device, enabled=False):
         flat = input.reshape(-1, weight.shape[1])
-        out = _LinearFunction.apply(flat, weight, draw if state.stochastic else None, state, dtype, recording, kept)
-        if bias is not None:
-            out = out + bias.to(dtype)
+        draw_or_none = draw if state.stochastic else None
+        out = _LinearFunction.apply(flat, weight, bias, draw_or_none, state, dtype, recording, kept)
     return out.reshape(*input.shape[:-1], weight.shape[0])
 
 
@@ -174,13 +174,14 @@ def load_linear_state(module: LowPrecisionLayer, state: dict[str, Tensor]) -> No
 
 
 class _LinearFunction(torch.autograd.Function):
-    """x [M,K], weight [N,K] -> y [M,N] of ``dtype``; three GEMMs by ``state.config``."""
+    """x [M,K], weight [N,K], bias [N] -> y [M,N] of ``dtype``; three GEMMs by ``state.config``."""
 
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
         weight: Tensor,
+        bias: Tensor | None,
         draw: Tensor | None,
         state: LayerState,
         dtype: torch.dtype,
@@ -197,17 +198,17 @@ class _LinearFunction(torch.autograd.Function):
             config.dgrad.second.high_precision or isinstance(weight, CodedWeight) or kept is not None
         )
         ctx.state, ctx.x_dtype, ctx.weight_dtype, ctx.recording = state, x.dtype, weight.dtype, recording
-        ctx.dense_weight, ctx.kept = dense_weight, kept
+        ctx.dense_weight, ctx.kept, ctx.bias_dtype = dense_weight, kept, None if bias is None else bias.dtype
         assert x_fprop is not None
         if kept is not None:
             ctx.layout = save(ctx, [weight if dense_weight else None, x_wgrad, draw])
-            return _multiply_kept(x_fprop, weight, kept, state, "fprop", dtype)
+            return _plus(_multiply_kept(x_fprop, weight, kept, state, "fprop", dtype), bias)
         w_fprop, w_dgrad = prepare_both(
             weight, ("fprop", 1), ("dgrad", 1) if needs_dx and not dense_weight else None, state, draw, recording
         )
         ctx.layout = save(ctx, [weight if dense_weight else w_dgrad, x_wgrad, draw])
         assert w_fprop is not None
-        return _multiply(x_fprop, w_fprop, state, "fprop", dtype)
+        return _plus(_multiply(x_fprop, w_fprop, state, "fprop", dtype), bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -220,12 +221,15 @@ class _LinearFunction(torch.autograd.Function):
         (dy,) = grads
         recording = ctx.recording
         weight, x_wgrad, draw = restore(ctx.layout, ctx.saved_tensors)
-        needs_dx, needs_dw = ctx.needs_input_grad[:2]
-        dx = dw = None
+        needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
+        dx = dw = db = None
         with torch.autocast(autocast_device(dy), enabled=False):
-            dy_dgrad, dy_wgrad = prepare_both(
-                dy, ("dgrad", 0) if needs_dx else None, ("wgrad", 0) if needs_dw else None, state, draw, recording
-            )
+            uses = ("dgrad", 0) if needs_dx else None, ("wgrad", 0) if needs_dw else None
+            if needs_db:
+                dy_dgrad, dy_wgrad, db = prepare_summed(dy, *uses, state, draw, recording)
+                db = db.to(ctx.bias_dtype)
+            else:
+                dy_dgrad, dy_wgrad = prepare_both(dy, *uses, state, draw, recording)
             if dy_dgrad is not None and ctx.kept is not None and ctx.kept.dgrad:
                 dx = _multiply_kept(dy_dgrad, weight, ctx.kept, state, "dgrad", ctx.x_dtype)
             elif dy_dgrad is not None:
@@ -234,7 +238,11 @@ class _LinearFunction(torch.autograd.Function):
                 dx = _multiply(dy_dgrad, weight, state, "dgrad", ctx.x_dtype)
             if dy_wgrad is not None:
                 dw = _multiply(dy_wgrad, x_wgrad, state, "wgrad", ctx.weight_dtype)
-        return dx, dw, None, None, None, None, None
+        return dx, dw, db, None, None, None, None, None
+
+
+def _plus(product: Tensor, bias: Tensor | None) -> Tensor:
+    return product if bias is None else product + bias.to(product.dtype)
 
 
 def _multiply_kept(

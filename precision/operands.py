@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import observer
 from .capability import same_codes
-from .casting import Request, quantize_both
+from .casting import Request, column_sums, quantize_both, quantize_summed
 from .config import OPERANDS
 from .gathered import CodedWeight
 from .layer import LayerState
@@ -37,7 +37,23 @@ def prepare(
         draw: the forward's number; needed where the operand is rounded stochastically.
         recording: whether a delayed scale's history takes this amax in.
     """
+    return _prepare(x, dim, path, position, state, draw, recording, summed=False)[0]
+
+
+def _prepare(
+    x: Tensor,
+    dim: int,
+    path: str,
+    position: int,
+    state: LayerState,
+    draw: Tensor | None,
+    recording: bool,
+    *,
+    summed: bool,
+) -> tuple[Operand, Tensor | None]:
+    """:func:`prepare`, and with ``summed`` the sums of the columns of ``x``, where a cast gives them."""
     use = (path, position)
+    sums: Tensor | None = None
     spec = _spec(state, use)
     source: Tensor | None = x
     if isinstance(x, CodedWeight):
@@ -45,14 +61,18 @@ def prepare(
         if held is not None:
             if not torch.compiler.is_compiling():
                 _tell(state, use, source, held)
-            return held
+            return held, None
         x = x.dequantize()
     if spec.high_precision and not spec.sr:
         dense = x.to(torch_dtype(spec.fmt.element))
     else:
         request = _request(state, use, draw, recording)
         if x.dim() == 2 and not spec.high_precision:
-            found = quantize_both(x, *((request, None) if dim == 1 else (None, request)))
+            requests = (request, None) if dim == 1 else (None, request)
+            if summed:
+                *found, sums = quantize_summed(x, *requests)
+            else:
+                found = quantize_both(x, *requests)
             quantized = found[1 - dim]
             assert quantized is not None
         else:
@@ -61,9 +81,9 @@ def prepare(
             # Constant within a compiler, so that no graph depends on whether somebody watches.
             if not torch.compiler.is_compiling():
                 _tell(state, use, source, quantized)
-            return quantized
+            return quantized, sums
         dense = quantized.data
-    return dense if dim == x.dim() - 1 else dense.mT
+    return dense if dim == x.dim() - 1 else dense.mT, None
 
 
 def _spec(state: LayerState, use: Use) -> Spec:
@@ -102,21 +122,52 @@ def prepare_both(
         draw: as for :func:`prepare`.
         recording: as for :func:`prepare`.
     """
+    return _prepare_both(x, rows, columns, state, draw, recording, summed=False)[:2]
+
+
+def prepare_summed(
+    x: Tensor, rows: Use | None, columns: Use | None, state: LayerState, draw: Tensor | None, recording: bool
+) -> tuple[Operand | None, Operand | None, Tensor]:
+    """:func:`prepare_both`, and the sums of the columns of ``x``, FP32 [N]: from a cast's own pass where there is one.
+
+    They are those of the values before clipping, rotation and rounding.
+    """
+    first, second, sums = _prepare_both(x, rows, columns, state, draw, recording, summed=True)
+    return first, second, column_sums(x) if sums is None else sums
+
+
+def _prepare_both(
+    x: Tensor,
+    rows: Use | None,
+    columns: Use | None,
+    state: LayerState,
+    draw: Tensor | None,
+    recording: bool,
+    *,
+    summed: bool,
+) -> tuple[Operand | None, Operand | None, Tensor | None]:
+    sums: Tensor | None = None
     if rows is not None and columns is not None and not (_spec(state, rows).high_precision or
                                                          _spec(state, columns).high_precision):  # fmt: skip
-        found = quantize_both(x, _request(state, rows, draw, recording), _request(state, columns, draw, recording))
+        requests = _request(state, rows, draw, recording), _request(state, columns, draw, recording)
+        if summed:
+            *found, sums = quantize_summed(x, *requests)
+        else:
+            found = quantize_both(x, *requests)
         if not torch.compiler.is_compiling():
             for use, quantized in zip((rows, columns), found, strict=True):
                 _tell(state, use, x, quantized)
-        return found
-    first = None if rows is None else prepare(x, 1, *rows, state, draw, recording)
-    second = None
+        return found[0], found[1], sums
+    first = second = None
+    if rows is not None:
+        first, sums = _prepare(x, 1, *rows, state, draw, recording, summed=summed)
     if columns is not None:
         if first is not None and rows is not None:
             second = shared(first, _spec(state, rows), _spec(state, columns))
         if second is None:
-            second = prepare(x, 0, *columns, state, draw, recording)
-    return first, second
+            second, later = _prepare(x, 0, *columns, state, draw, recording, summed=summed and sums is None)
+            sums = later if sums is None else sums
+    return first, second, sums
 
 
 def shared(operand: Operand, spec: Spec, wanted: Spec) -> Operand | None:

@@ -58,6 +58,12 @@ CASES: list[tuple[str, str, list[Any], str, str]] = [
     ("BF16", IDENTITY, WIDE, "fp8_e4m3+delayed(16)+sr", ""),
     ("BF16", IDENTITY, WIDE, "fp8_e4m3+clip(rms=4)", "="),
 ]  # fmt: skip
+#: Of them, those that are counted with the sums of columns, too: a bias' gradient.
+SUMMED = {
+    ("gradient of silu", "fp8_e5m2+delayed(16)"), ("gate's gradient", "fp8_e5m2+delayed(16)"),
+    ("BF16", "fp8_e5m2+delayed(16)"), ("FP32", "fp8_e4m3+delayed(16)"), ("BF16", "fp8_e4m3/128x128"),
+    ("BF16", "fp8_e4m3/1x128"), ("BF16", "fp8_e4m3/row"), ("BF16", "fp8_e4m3"),
+}  # fmt: skip
 
 
 class _NoDevice:
@@ -89,13 +95,15 @@ def main() -> None:
 
     launch.Launch.first = compile_only
     rows = []
-    for name, program, leaves, first, second in CASES:
+    cases = [(*case, False) for case in CASES] + [(*case, True) for case in CASES if (case[0], case[3]) in SUMMED]
+    for name, program, leaves, first, second, summed in cases:
         compiled.clear()
-        compile_case(program, leaves, first, second)
+        compile_case(program, leaves, first, second, summed=summed)
         for kernel, launched in compiled:
-            if launched.kernel.__name__ == "scale_kernel":
+            if launched.kernel.__name__ in ("scale_kernel", "quantized_sums_kernel"):
                 continue
-            rows.append({"case": name, "variant": f"{first}, {second or 'rows alone'}", **counted(kernel, launched)})
+            variant = f"{first}, {second or 'rows alone'}{', sums' * summed}"
+            rows.append({"case": name, "variant": variant, **counted(kernel, launched)})
             print("{case:18} {variant:40} {kernel:12} {registers:4} {spilled:5} {instructions:7.2f}".format(**rows[-1]))
     if options.out is not None:
         result = {
@@ -110,12 +118,13 @@ def main() -> None:
         print(f"written: {options.out}")
 
 
-def compile_case(program: str, leaves: list[Any], first: str, second: str) -> None:
+def compile_case(program: str, leaves: list[Any], first: str, second: str, *, summed: bool = False) -> None:
     """Compile what a cast would launch first."""
     tensors = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in leaves]
     operands = [Operand(as_spec(text)) if text not in ("", "=") else None for text in (first, second)]
     length = 16 if "delayed" in first else None
-    cast = launch._Cast(Program.parse(program), tensors, operands[0], operands[1], second == "=", length, True, None)
+    parsed = Program.parse(program)
+    cast = launch._Cast(parsed, tensors, operands[0], operands[1], second == "=", length, True, None, summed)
     keys = [torch.empty((), dtype=torch.int64, device="meta") if o and o.spec.sr else None for o in operands]
     kinds = [((16,), torch.float32), ((), torch.float32), ((), torch.int64), ((2,), torch.int32)]
     state = None if length is None else [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in kinds]

@@ -7,6 +7,9 @@ and writes codes row-major (operand of a contraction over columns), transposed (
 Hopper's matrix units want contiguous), or both. "Values" are what a
 :mod:`program <narrowgate.precision.kernels.program>` computes.
 
+Where they are asked for (``SUMS``), sums of columns are left by one of the two on the way, for
+:mod:`narrowgate.precision.kernels.sums` to add up.
+
 Passes over the values: one for ``128``-blocks, whose maximum fits a tile, and for delayed scales; two for dynamic
 ``tensor`` and ``row`` scales, and wherever an RMS must be known first.
 """
@@ -33,6 +36,7 @@ from .rounding import (
     sums_of_squares,
     tile_bits,
 )
+from .sums import of_rows
 
 #: What one scale of an operand reaches: nothing (the operand is not asked for), all, a row of the operand, or a block.
 ABSENT, TENSOR, ROW, BLOCK, SQUARE = (tl.constexpr(i) for i in range(5))
@@ -58,15 +62,15 @@ def inside_of(at, size, EVEN: tl.constexpr):
 
 @triton.jit
 def amax_kernel(
-    leaves, strides, M, N, tensor_out, row_out, column_out, squares_out, history, history_length,
+    leaves, strides, M, N, tensor_out, row_out, column_out, squares_out, sums, history, history_length,
     TILE: tl.constexpr, ALONG: tl.constexpr, PIECES: tl.constexpr, BY_TENSOR: tl.constexpr, BY_ROW: tl.constexpr,
-    BY_COLUMN: tl.constexpr, SQUARES: tl.constexpr, HISTORY: tl.constexpr, ALIGNED: tl.constexpr, EVEN: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, LOOP: tl.constexpr,
+    BY_COLUMN: tl.constexpr, SQUARES: tl.constexpr, SUMS: tl.constexpr, HISTORY: tl.constexpr, ALIGNED: tl.constexpr,
+    EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, LOOP: tl.constexpr,
 ):  # fmt: skip
     """Partial maxima as magnitude bits: [programs], [tiles along columns, M] and [programs along rows, N * PIECES].
 
     With SQUARES, partial sums of squares too: FP64 [programs]. With HISTORY and without SQUARES it does nothing where
-    the history holds an entry: the cast will not ask.
+    the history holds an entry: the cast will not ask. With SUMS, partial sums of columns as ``cast_kernel`` has them.
     """
     pid_m, pid_n = tl.program_id(0), tl.program_id(1)
     if HISTORY and not SQUARES and _largest(history, history_length, HISTORY) > 0:
@@ -78,10 +82,12 @@ def amax_kernel(
     larger = tl.zeros([BM, BN // 8], tl.float32)
     squares = tl.zeros([BM, BN // 8], tl.float64)
     total = tl.zeros([], tl.int32)
+    KEPT: tl.constexpr = SUMS if SUMS else 1
     if BY_COLUMN:
         # Piece by piece, so that one set of maxima is enough; what another piece loaded is still in cache.
         for p in tl.static_range(PIECES):
             piece = tl.zeros([BM, BN], tl.int32)
+            added = tl.zeros([KEPT, BN], tl.float32)
             for i in range(LOOP):
                 m = (pid_m * LOOP + i).to(tl.int64) * BM + tl.arange(0, BM)
                 inside_m = inside_of(m, M, EVEN)
@@ -89,6 +95,8 @@ def amax_kernel(
                 v = tl.where(inside_m[:, None] & inside_n[None, :], values[p], 0.0)
                 bits = magnitude_bits(v)
                 piece = tl.maximum(piece, bits)
+                if SUMS:
+                    added += of_rows(v, SUMS, BM, BN)
                 if SQUARES:
                     squares += sums_of_squares(v, BM, BN)
                 if BY_ROW:
@@ -97,7 +105,11 @@ def amax_kernel(
             if BY_TENSOR:
                 total = tl.maximum(total, tl.max(columns, 0))
             tl.store(column_out + pid_m * (N * PIECES) + p * N + n, columns, mask=inside_n)
+            if SUMS:
+                tl.store(sums + pid_m * (N * PIECES) + p * N + n, tl.sum(added, 0), mask=inside_n)
     else:
+        added = tl.zeros([KEPT, BN], tl.float32)
+        added_too = tl.zeros([KEPT, BN], tl.float32)
         for i in range(LOOP):
             m = (pid_m * LOOP + i).to(tl.int64) * BM + tl.arange(0, BM)
             inside_m = inside_of(m, M, EVEN)
@@ -106,11 +118,23 @@ def amax_kernel(
                 v = tl.where(inside_m[:, None] & inside_n[None, :], values[p], 0.0)
                 if BY_TENSOR:
                     larger = _larger(larger, _of_eight(v, BM, BN))
+                if SUMS:
+                    if PIECES <= 2 and p == 0:
+                        added += of_rows(v, SUMS, BM, BN)
+                    elif PIECES <= 2:
+                        added_too += of_rows(v, SUMS, BM, BN)
+                    else:
+                        part = (pid_m * LOOP + i).to(tl.int64) * PIECES + p
+                        tl.store(sums + part * N + n, tl.sum(of_rows(v, SUMS, BM, BN), 0), mask=inside_n)
                 if SQUARES:
                     squares += sums_of_squares(v, BM, BN)
                 if BY_ROW:
                     largest = tl.max(magnitude_bits(v), 1)
                     tl.store(row_out + (p * tl.num_programs(1) + pid_n) * M + m, largest, mask=inside_m)
+        if SUMS and PIECES <= 2:
+            tl.store(sums + pid_m * (N * PIECES) + n, tl.sum(added, 0), mask=inside_n)
+            if PIECES == 2:
+                tl.store(sums + pid_m * (N * PIECES) + N + n, tl.sum(added_too, 0), mask=inside_n)
         if BY_TENSOR:
             total = tl.max(magnitude_bits(larger))
     if BY_TENSOR:
@@ -165,13 +189,13 @@ def cast_kernel(
     leaves, strides, M, N,
     r_codes, r_scale, r_limit, r_key, r_bits,
     c_codes, c_scale, c_limit, c_key, c_bits,
-    amax, parts, squares, history, history_length, pending, saturated, workspace,
+    amax, parts, squares, sums, history, history_length, pending, saturated, workspace,
     TILE: tl.constexpr, ALONG: tl.constexpr, PIECES: tl.constexpr,
     R: tl.constexpr, R_SR: tl.constexpr, R_MAX: tl.constexpr, R_MANTISSA: tl.constexpr, R_BIAS: tl.constexpr,
     R_POW2: tl.constexpr, R_CLIP: tl.constexpr, R_RMS: tl.constexpr,
     C: tl.constexpr, C_SR: tl.constexpr, C_MAX: tl.constexpr, C_MANTISSA: tl.constexpr, C_BIAS: tl.constexpr,
     C_POW2: tl.constexpr, C_CLIP: tl.constexpr, C_RMS: tl.constexpr,
-    SAME: tl.constexpr, HISTORY: tl.constexpr, RECORD: tl.constexpr, OVERFLOW: tl.constexpr,
+    SAME: tl.constexpr, SUMS: tl.constexpr, HISTORY: tl.constexpr, RECORD: tl.constexpr, OVERFLOW: tl.constexpr,
     STEPWISE: tl.constexpr, APART: tl.constexpr, ALIGNED: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, LOOP: tl.constexpr,
 ):  # fmt: skip
@@ -180,7 +204,8 @@ def cast_kernel(
     Scales of rows are ready (see ``scale_kernel``), a tensor's is the largest of ``parts`` partial maxima ``amax``,
     a block's is found here. With SAME the second operand is the first, transposed. With HISTORY there is one set of
     codes, whose scale comes from the history; the last program to finish makes the scale NaN where a value was not
-    finite and, with RECORD, enters the amax into ``pending``.
+    finite and, with RECORD, enters the amax into ``pending``. With SUMS, that many rows at a time, each program leaves
+    sums of the columns that it saw in a row of ``sums``; of more than two results side by side, each tile does.
     """
     pid_m, pid_n = tl.program_id(0), tl.program_id(1)
     n = pid_n * BN + tl.arange(0, BN)
@@ -190,6 +215,9 @@ def cast_kernel(
     TURNED: tl.constexpr = SAME or C != ABSENT
     # Magnitudes are kept apart for each eight neighbours, which lie in one thread, and reduced once.
     own = tl.zeros([BM, BN // 8], tl.float32)
+    KEPT: tl.constexpr = SUMS if SUMS else 1
+    added = tl.zeros([KEPT, BN], tl.float32)
+    added_too = tl.zeros([KEPT, BN], tl.float32)
     first_program = (pid_m == 0) & (pid_n == 0)
     elements = tl.full([], 1.0, tl.float64) * M * width
     r_bound = _bound(r_limit, squares, parts, elements, R_CLIP, R_RMS)
@@ -218,6 +246,14 @@ def cast_kernel(
         values = TILE(leaves, strides, m, n, inside_m, inside_n, ALIGNED, known)
         for p in tl.static_range(PIECES):
             v = tl.where(inside, values[p], 0.0)
+            if SUMS:
+                if PIECES <= 2 and p == 0:
+                    added += of_rows(v, SUMS, BM, BN)
+                elif PIECES <= 2:
+                    added_too += of_rows(v, SUMS, BM, BN)
+                else:
+                    part = tile_m.to(tl.int64) * PIECES + p
+                    tl.store(sums + part * N + n, tl.sum(of_rows(v, SUMS, BM, BN), 0), mask=inside_n)
             first = p * N + pid_n * BN
             column = p * N + n
             turned_m = tile_m.to(tl.int64) * BM + tl.arange(0, BM)
@@ -270,6 +306,10 @@ def cast_kernel(
                 rounded = rounded_to(scaled, random, C_MAX, C_MANTISSA, C_BIAS, C_SR, STEPWISE)
                 tl.store(c_codes + at, _turned(rounded, c_codes.dtype.element_ty, BM, BN), mask=inside_turned)
 
+    if SUMS and PIECES <= 2:
+        tl.store(sums + pid_m.to(tl.int64) * width + n, tl.sum(added, 0), mask=inside_n)
+        if PIECES == 2:
+            tl.store(sums + pid_m.to(tl.int64) * width + N + n, tl.sum(added_too, 0), mask=inside_n)
     if HISTORY:
         found = tl.max(magnitude_bits(own))
         tl.atomic_max(workspace, found, sem="relaxed")

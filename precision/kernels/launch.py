@@ -25,6 +25,7 @@ from .cast import amax_kernel, cast_kernel, scale_kernel
 from .leaves import LeafLayout
 from .operands import NO_LIMIT, RMS_LIMIT, Operand, allocate, sizes
 from .program import Program, along_function, tile_function
+from .sums import SUMMED_PIECES, SUMS_TILE, partial_rows, quantized_sums_kernel
 
 #: Triton's interpreter converts to FP8 by truncation: there every rounding is done by steps.
 _INTERPRETED = triton.knobs.runtime.interpret
@@ -81,8 +82,9 @@ class _Cast:
         history: int | None,
         recording: bool,
         tiles: Mapping[str, tuning.Tile] | None = None,
+        summed: bool = False,
     ) -> None:
-        self.program, self.rows, self.columns, self.same = program, rows, columns, same
+        self.program, self.rows, self.columns, self.same, self.summed = program, rows, columns, same, summed
         self.count, self.width = matrix(leaves, program)
         self.shape = (self.count, self.width * program.pieces)
         self.layout = LeafLayout(leaves, program)
@@ -110,6 +112,8 @@ class _Cast:
         even = self.count % (bm * loop) == 0 and self.width % bn == 0
         by_tensor, by_row, by_column = "tensor" in granularities, granularities[0] == "row", granularities[1] == "row"
         squares = any(operand is not None and operand.clip[0] == RMS_LIMIT for operand in operands)
+        # Where a dynamic scale is found, many tiles share a row of partial sums.
+        summed_first = self.summed and history is None and (by_tensor or by_row or by_column or squares)
         #: Partial maxima lie one after the other in one buffer: of the tensor, by row, by column; then sums of squares.
         self.parts = (grid[0] * grid[1], grid[1] * self.program.pieces, grid[0])
         lengths = (
@@ -120,12 +124,14 @@ class _Cast:
         )
         # Each begins on a multiple of 16 bytes, as compiled kernels rely on, and none is empty.
         *self.offsets, self.scratch = itertools.accumulate((size + 7) // 4 * 4 for size in lengths)
-        self.amax = None
+        self.amax, sum_parts = None, 0
         if by_tensor or by_row or by_column or squares:
             constants = {**common, "BY_TENSOR": by_tensor, "BY_ROW": by_row, "BY_COLUMN": by_column,
-                         "SQUARES": squares, "HISTORY": padded, "ALIGNED": self.layout.aligned, "EVEN": even,
-                         "BM": bm, "BN": bn, "LOOP": loop}  # fmt: skip
+                         "SQUARES": squares, "SUMS": partial_rows(bm, bn, warps) if summed_first else 0,
+                         "HISTORY": padded, "ALIGNED": self.layout.aligned, "EVEN": even, "BM": bm, "BN": bn,
+                         "LOOP": loop}  # fmt: skip
             self.amax = Launch(amax_kernel, grid, warps, constants)
+            sum_parts = grid[0] * (1 if by_column or self.program.pieces <= SUMMED_PIECES else loop)
             # With a scale from a history the kernel returns at once, whatever its tile.
             if history is None or squares:
                 self.questions.append((self._question("amax", leaves, history, recording), AMAX_TILE))
@@ -159,12 +165,22 @@ class _Cast:
                 f"{prefix}_RMS": operand.clip[1] if operand is not None else 0.0,
             }
         constants |= {
-            "SAME": self.same, "HISTORY": padded, "RECORD": recording, "OVERFLOW": overflow(specs[0]),
-            "STEPWISE": _INTERPRETED, "APART": self._apart(leaves), "ALIGNED": self.layout.aligned, "EVEN": even,
-            "BM": bm, "BN": bn, "LOOP": loop,
+            "SAME": self.same, "SUMS": partial_rows(bm, bn, warps) if self.summed and not summed_first else 0,
+            "HISTORY": padded, "RECORD": recording, "OVERFLOW": overflow(specs[0]), "STEPWISE": _INTERPRETED,
+            "APART": self._apart(leaves), "ALIGNED": self.layout.aligned, "EVEN": even, "BM": bm, "BN": bn,
+            "LOOP": loop,
         }  # fmt: skip
         grid = (triton.cdiv(self.count, bm * loop), triton.cdiv(self.width, bn))
         self.cast = Launch(cast_kernel, grid, warps, constants)
+        if not summed_first:
+            sum_parts = grid[0] * (1 if self.program.pieces <= SUMMED_PIECES else loop)
+        if self.amax is None:
+            self.scratch = 0
+        #: Partial sums of columns lie behind the partial maxima.
+        self.sums_at = self.scratch
+        self.sums = _sums_launch(sum_parts, self.shape[1]) if self.summed else None
+        if self.summed:
+            self.scratch += sum_parts * self.shape[1]
 
     def _question(self, kernel: str, leaves: Sequence[Tensor], history: int | None, recording: bool) -> tuning.Question:
         second = self.rows if self.same else self.columns
@@ -175,7 +191,8 @@ class _Cast:
             columns="=" if self.same else str(self.columns or ""),
             leaves=" ".join(str(leaf.dtype).removeprefix("torch.") for leaf in leaves),
             history="" if history is None else f"{history}{' recording' * recording}",
-            layout=f"{'aligned' * self.layout.aligned} {'even' * (self.count % 128 == self.width % 128 == 0)}",
+            layout=f"{'aligned' * self.layout.aligned} {'even' * (self.count % 128 == self.width % 128 == 0)}"
+            f"{' summed' * self.summed}",
             shape=(triton.next_power_of_2(self.count), self.width),
             blocks=tuple(
                 any(o is not None and o.blocked(dim, of) for of, o in ((1, self.rows), (0, second))) for dim in (1, 0)
@@ -229,14 +246,15 @@ class _Cast:
         bits: Sequence[Tensor | None],
         state: Sequence[Tensor] | None = None,
         into: Sequence[Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Launch; return codes and scales of both operands (empty tensors for what there is not)."""
+    ) -> tuple[Tensor, ...]:
+        """Launch; return codes and scales of both operands (empty tensors for what there is not), and sums if asked."""
         like = leaves[0]
         device = like.device
         codes, scale, turned, second_scale = self._results(device) if into is None else into
         if self.empty:
             # Nothing to find a maximum of: the scales of empty groups are 1.
-            return codes, scale.fill_(1.0), turned, second_scale.fill_(1.0)
+            found = codes, scale.fill_(1.0), turned, second_scale.fill_(1.0)
+            return (*found, scale.new_zeros(self.shape[1], dtype=torch.float32)) if self.summed else found
         flat = self.layout.flat(leaves)
         if _GIVEN in self.modes:
             bits = [
@@ -248,11 +266,12 @@ class _Cast:
         if state is not None:
             # One scale, wherever the codes go.
             scale = second_scale = scale if self.rows is not None else second_scale
-        scratch = torch.empty(self.scratch, dtype=torch.int32, device=device) if self.amax is not None else like
+        scratch = torch.empty(self.scratch, dtype=torch.int32, device=device) if self.scratch else like
+        sums = torch.empty(self.shape[1], dtype=torch.float32, device=device) if self.summed else None
         tensors = (codes, scale, turned, second_scale, scratch)
-        if not (like.is_cuda and self._again(flat, tensors, limits, keys, bits, state)):
-            self._first(flat, tensors, limits, keys, bits, state)
-        return codes, scale, turned, second_scale
+        if not (like.is_cuda and self._again(flat, tensors, limits, keys, bits, state, sums)):
+            self._first(flat, tensors, limits, keys, bits, state, sums)
+        return (codes, scale, turned, second_scale) if sums is None else (codes, scale, turned, second_scale, sums)
 
     def _results(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         nothing = None
@@ -260,7 +279,9 @@ class _Cast:
             nothing = torch.empty(0, dtype=torch.float8_e4m3fn, device=device)
         return *allocate(device, self.codes, nothing), *allocate(device, self.turned, nothing, scaled=not self.same)
 
-    def _again(self, flat: Any, tensors: Any, limits: Any, keys: Any, bits: Any, state: Any) -> bool:
+    def _again(
+        self, flat: Any, tensors: Any, limits: Any, keys: Any, bits: Any, state: Any, sums: Tensor | None
+    ) -> bool:
         """Launch what is compiled already; False where it is not, or relies on aligned addresses that are not."""
         if self.cast.compiled is None:
             return False
@@ -279,9 +300,12 @@ class _Cast:
         r_limit, c_limit, r_key, c_key, r_bits, c_bits, *history = optional
         history, pending, saturated, workspace = history or (0, 0, 0, 0)
         size, length, squares = (self.count, self.width), self.history_length, 0
+        own_sums = 0 if sums is None else scratch + 4 * self.sums_at
         if self.amax is not None:
             by_row, by_column, squares = [scratch + 4 * offset for offset in self.offsets]
-            self.amax.again(stream, leaves, self.strides, *size, scratch, by_row, by_column, squares, history, length)
+            self.amax.again(
+                stream, leaves, self.strides, *size, scratch, by_row, by_column, squares, own_sums, history, length
+            )
             clipping = (squares, self.parts[0], self.shape[0] * self.shape[1])
             if self.row_scales[0] is not None:
                 kernel, parts, count = self.row_scales[0]
@@ -291,11 +315,16 @@ class _Cast:
                 kernel.again(stream, by_column, second_scale, c_limit, parts, count, *clipping)
         self.cast.again(
             stream, leaves, self.strides, *size, codes, scale, r_limit, r_key, r_bits, turned, second_scale, c_limit,
-            c_key, c_bits, scratch, self.parts[0], squares, history, length, pending, saturated, workspace,
+            c_key, c_bits, scratch, self.parts[0], squares, own_sums, history, length, pending, saturated, workspace,
         )  # fmt: skip
+        if sums is not None and self.sums is not None:
+            kernel, parts, count = self.sums
+            kernel.again(stream, own_sums, sums.data_ptr(), parts, count)
         return True
 
-    def _first(self, flat: Any, tensors: Any, limits: Any, keys: Any, bits: Any, state: Any) -> None:
+    def _first(
+        self, flat: Any, tensors: Any, limits: Any, keys: Any, bits: Any, state: Any, sums: Tensor | None
+    ) -> None:
         """The same launches through Triton, with tensors; an argument that a kernel ignores is any tensor."""
         like = flat[0]
         codes, scale, turned, second_scale, scratch = [t if t.numel() else like for t in tensors]
@@ -305,10 +334,13 @@ class _Cast:
         history, pending, saturated, workspace = state or (like, like, like, like)
         keep = all(t is None or t.data_ptr() % 16 == 0 for t in (*flat, *limits, *keys, *bits, *(state or ())))
         size, length, squares = (self.count, self.width), self.history_length, like
+        own_sums = like if sums is None else scratch[self.sums_at :].view(torch.float32)
         if self.amax is not None:
-            by_row, by_column, sums = (scratch[offset:] for offset in self.offsets)
-            squares = sums[: len(sums) // 2 * 2].view(torch.float64)
-            self.amax.first(keep, flat, self.strides, *size, scratch, by_row, by_column, squares, history, length)
+            by_row, by_column, squares = (scratch[offset:] for offset in self.offsets)
+            squares = squares[: len(squares) // 2 * 2].view(torch.float64)
+            self.amax.first(
+                keep, flat, self.strides, *size, scratch, by_row, by_column, squares, own_sums, history, length
+            )
             clipping = (squares, self.parts[0], self.shape[0] * self.shape[1])
             for found, partials, target, limit in zip(
                 self.row_scales, (by_row, by_column), (scale, second_scale), (r_limit, c_limit), strict=True
@@ -318,8 +350,11 @@ class _Cast:
                     kernel.first(keep, partials, target, limit, parts, count, *clipping)
         self.cast.first(
             keep, flat, self.strides, *size, codes, scale, r_limit, r_key, r_bits, turned, second_scale, c_limit,
-            c_key, c_bits, scratch, self.parts[0], squares, history, length, pending, saturated, workspace,
+            c_key, c_bits, scratch, self.parts[0], squares, own_sums, history, length, pending, saturated, workspace,
         )  # fmt: skip
+        if sums is not None and self.sums is not None:
+            kernel, parts, count = self.sums
+            kernel.first(keep, own_sums, sums, parts, count)
 
 
 _casts: dict[Any, _Cast] = {}
@@ -339,7 +374,8 @@ def launch_cast(
     state: Sequence[Tensor] | None = None,
     recording: bool = False,
     into: Sequence[Tensor] | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    summed: bool = False,
+) -> tuple[Tensor, ...]:
     """Cast as the operators of :mod:`narrowgate.precision.casting` say.
 
     Args:
@@ -354,17 +390,18 @@ def launch_cast(
         state: with ``delayed(n)``: history, pending, saturated and workspace of an amax history.
         recording: whether the amax enters the history.
         into: takes the results, as they would be returned.
+        summed: also return the sums of the columns, FP32 [N].
     """
     layouts = tuple((leaf.shape, leaf.stride(), leaf.dtype, leaf.device) for leaf in leaves)
     length = None if state is None else state[0].numel()
-    key = (program, layouts, rows, columns, same, length, recording, tuning.autotune())
+    key = (program, layouts, rows, columns, same, length, recording, summed, tuning.autotune())
     found = _casts.get(key)
     if found is None:
         if len(_casts) >= CACHED:
             _casts.clear()
 
         def make(tiles: Mapping[str, tuning.Tile] | None = None) -> _Cast:
-            return _Cast(Program.parse(program), leaves, rows, columns, same, length, recording, tiles)
+            return _Cast(Program.parse(program), leaves, rows, columns, same, length, recording, tiles, summed)
 
         found, final = _tuned(make, leaves, (limits, keys, bits), state)
         if final:
@@ -402,3 +439,9 @@ def _scale_launch(operand: Operand | None, size: int, parts: int) -> tuple[Launc
     constants = {"MAX": element.max, "POW2": operand.spec.pow2, "CLIP": operand.clip[0],
                  "RMS": operand.clip[1], "PARTS": 32, "BLOCK": 128}  # fmt: skip
     return Launch(scale_kernel, (triton.cdiv(size, 128), 1), 4, constants), parts, size
+
+
+def _sums_launch(parts: int, size: int) -> tuple[Launch, int, int]:
+    rows, columns = SUMS_TILE
+    constants = {"PARTS": rows, "BLOCK": columns}
+    return Launch(quantized_sums_kernel, (triton.cdiv(size, columns), 1), 4, constants), parts, size

@@ -31,19 +31,21 @@ def matrix(shape: tuple[int, int]) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
 
 
+@pytest.mark.parametrize("name", ["cast_fp8", "cast_fp8_summed"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("wanted", UNITS)
-def test_casts(wanted: str, shape: tuple[int, int]) -> None:
+def test_casts(wanted: str, shape: tuple[int, int], name: str) -> None:
     arguments = [matrix(shape)], IDENTITY, *UNITS[wanted], None, None, None, None, None, None
-    torch.library.opcheck(torch.ops.narrowgate.cast_fp8, arguments, test_utils=CHECKS)
+    torch.library.opcheck(getattr(torch.ops.narrowgate, name), arguments, test_utils=CHECKS)
 
 
+@pytest.mark.parametrize("name", ["cast_fp8_delayed", "cast_fp8_delayed_summed"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize(("rows", "columns"), [(True, True), (True, False), (False, True)])
-def test_delayed_casts(rows: bool, columns: bool, shape: tuple[int, int]) -> None:
+def test_delayed_casts(rows: bool, columns: bool, shape: tuple[int, int], name: str) -> None:
     state = torch.ones(4), torch.zeros(()), torch.zeros((), dtype=torch.int64), torch.zeros(2, dtype=torch.int32)
     arguments = [matrix(shape)], IDENTITY, "fp8_e4m3+delayed(4)", rows, columns, None, None, *state, True
-    torch.library.opcheck(torch.ops.narrowgate.cast_fp8_delayed, arguments, test_utils=CHECKS)
+    torch.library.opcheck(getattr(torch.ops.narrowgate, name), arguments, test_utils=CHECKS)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
