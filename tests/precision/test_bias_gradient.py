@@ -16,6 +16,8 @@ from narrowgate.precision.linear import lower_linear
 from narrowgate.precision.spec import Spec
 from torch import Tensor, nn
 from torch._inductor import config as inductor_config
+from torch._inductor.decomposition import select_decomp_table
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from .test_casting import DEVICE, INTERPRETED, compare, key, values
 from .test_linear import CONFIGS, STOCHASTIC, config, lowered
@@ -296,6 +298,28 @@ def check_compiled(text: str, device: str, monkeypatch: pytest.MonkeyPatch) -> N
     # The activation's gradient is computed in the cast; nothing is left that would sum it.
     assert sum(program != IDENTITY for program in summed) >= 1, casts
     assert not sums
+
+
+@pytest.mark.parametrize("spec", ["fp8_e4m3", "fp8_e4m3/128x128"])
+def test_a_gradient_that_its_cast_sums_needs_no_memory(spec):
+    """Where a sum reads it, too, it has to be written."""
+
+    def programs(summed: bool) -> list[str]:
+        def backward(grad: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+            s = torch.sigmoid(x.float())
+            dy = (grad.float() * s * (1 + x.float() * (1 - s))).bfloat16()
+            if summed:
+                return torch.ops.narrowgate.cast_fp8_summed([dy], IDENTITY, spec, "=", *[None] * 6)
+            return *torch.ops.narrowgate.cast_fp8([dy], IDENTITY, spec, "=", *[None] * 6), dy.sum(0)
+
+        leaves = [torch.randn(96, 256).bfloat16() for _ in range(2)]
+        graph = make_fx(backward, decomposition_table=select_decomp_table(), tracing_mode="fake")(*leaves).graph
+        fusion.fuse_casts(graph)
+        return [fusion.program_of(node) for node in graph.nodes if fusion._operator(node) in fusion._cast_operators()]
+
+    assert programs(summed=False) == [IDENTITY]
+    (program,) = programs(summed=True)
+    assert Program.parse(program).leaves == ("mn", "mn")
 
 
 @pytest.mark.parametrize("text", ["fp8_e4m3", "fp8_e4m3+delayed(4)"])
