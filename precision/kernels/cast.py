@@ -1,14 +1,14 @@
 """FP8 casts of a matrix along one or both contraction axes, in one pass over memory where the scales allow it.
 
 ``amax_kernel`` reads the values once and leaves partial maxima: of the whole, by row, or by column, and sums of squares
-where an operand is clipped at a multiple of the RMS; ``scale_kernel`` turns maxima of rows and columns into scales.
-``cast_kernel`` reads the values once more, takes its scale from there, from a history, or from its own tile's maximum,
-and writes codes row-major (operand of a contraction over columns), transposed (of a contraction over rows, which
-Hopper's matrix units want contiguous), or both. "Values" are what a
-:mod:`program <narrowgate.precision.kernels.program>` computes.
+where an operand is clipped at a multiple of the RMS; :mod:`~narrowgate.precision.kernels.partials` makes scales of rows
+and columns of them. ``cast_kernel`` reads the values once more, takes its scale from there, from a history, or from its
+own tile's maximum, and writes codes row-major (operand of a contraction over columns), transposed (of a contraction
+over rows, which Hopper's matrix units want contiguous), or both. "Values" are what a :mod:`program
+<narrowgate.precision.kernels.program>` computes.
 
 Where they are asked for (``SUMS``), sums of columns are left by one of the two on the way, for
-:mod:`narrowgate.precision.kernels.sums` to add up.
+:mod:`narrowgate.precision.kernels.partials` to add up.
 
 Passes over the values: one for ``128``-blocks, whose maximum fits a tile, and for delayed scales; two for dynamic
 ``tensor`` and ``row`` scales, and wherever an RMS must be known first.
@@ -23,6 +23,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .partials import NO_LIMIT, bound_of, of_rows, over_all
 from .rounding import (
     GIVEN_BITS,
     PHILOX,
@@ -30,18 +31,14 @@ from .rounding import (
     clip_to,
     magnitude_bits,
     multiplier_of,
-    rms_limit,
     rounded_to,
     scale_of,
     sums_of_squares,
     tile_bits,
 )
-from .sums import of_rows
 
 #: What one scale of an operand reaches: nothing (the operand is not asked for), all, a row of the operand, or a block.
 ABSENT, TENSOR, ROW, BLOCK, SQUARE = (tl.constexpr(i) for i in range(5))
-#: At what magnitude an operand is clipped: none, one that the caller gives, or a multiple of the values' RMS.
-NO_LIMIT, GIVEN_LIMIT, RMS_LIMIT = (tl.constexpr(i) for i in range(3))
 
 
 @triton.jit
@@ -156,35 +153,6 @@ def amax_kernel(
 
 
 @triton.jit
-def _over_all(partials, count, WIDTH: tl.constexpr):
-    """The maximum of ``count`` partial maxima."""
-    at = tl.arange(0, WIDTH)
-    largest = tl.zeros([WIDTH], tl.int32)
-    for first in range(0, count, WIDTH):
-        largest = tl.maximum(largest, tl.load(partials + first + at, mask=first + at < count, other=0))
-    return tl.max(largest, 0)
-
-
-@triton.jit
-def scale_kernel(
-    partials, scale, limit, parts, size, squares, squares_parts, elements,
-    MAX: tl.constexpr, POW2: tl.constexpr, CLIP: tl.constexpr, RMS: tl.constexpr, PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Scales [size] from partial maxima [parts, size]; see :func:`_bound` for what clips them."""
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    largest = tl.zeros([BLOCK], tl.int32)
-    for first in range(0, parts, PARTS):
-        part = first + tl.arange(0, PARTS)
-        inside = (part < parts)[:, None] & (at < size)[None, :]
-        found = tl.load(partials + part.to(tl.int64)[:, None] * size + at[None, :], mask=inside, other=0)
-        largest = tl.maximum(largest, tl.max(found, 0))
-    if CLIP != NO_LIMIT:
-        largest = clip_amax(largest, _bound(limit, squares, squares_parts, elements, CLIP, RMS))
-    tl.store(scale + at, scale_of(largest, MAX, POW2), mask=at < size)
-
-
-@triton.jit
 def cast_kernel(
     leaves, strides, M, N,
     r_codes, r_scale, r_limit, r_key, r_bits,
@@ -201,8 +169,8 @@ def cast_kernel(
 ):  # fmt: skip
     """Quantize [M, N * PIECES] values: the operand contracted over columns (``r_``), over rows (``c_``), or both.
 
-    Scales of rows are ready (see ``scale_kernel``), a tensor's is the largest of ``parts`` partial maxima ``amax``,
-    a block's is found here. With SAME the second operand is the first, transposed. With HISTORY there is one set of
+    Scales of rows are ready, a tensor's is the largest of ``parts`` partial maxima ``amax``, a block's is found here.
+    With SAME the second operand is the first, transposed. With HISTORY there is one set of
     codes, whose scale comes from the history; the last program to finish makes the scale NaN where a value was not
     finite and, with RECORD, enters the amax into ``pending``. With SUMS, that many rows at a time, each program leaves
     sums of the columns that it saw in a row of ``sums``; of more than two results side by side, each tile does.
@@ -220,15 +188,15 @@ def cast_kernel(
     added_too = tl.zeros([KEPT, BN], tl.float32)
     first_program = (pid_m == 0) & (pid_n == 0)
     elements = tl.full([], 1.0, tl.float64) * M * width
-    r_bound = _bound(r_limit, squares, parts, elements, R_CLIP, R_RMS)
-    c_bound = _bound(c_limit, squares, parts, elements, C_CLIP, C_RMS)
+    r_bound = bound_of(r_limit, squares, parts, elements, R_CLIP, R_RMS)
+    c_bound = bound_of(c_limit, squares, parts, elements, C_CLIP, C_RMS)
 
     r_tensor, c_tensor = 1.0, 1.0
     if R == TENSOR or C == TENSOR:
         held = 0.0
         if HISTORY:
             held = _largest(history, history_length, HISTORY)
-        bits = held.to(tl.int32, bitcast=True) if held > 0 else _over_all(amax, parts, 512)
+        bits = held.to(tl.int32, bitcast=True) if held > 0 else over_all(amax, parts, 512)
         if R == TENSOR:
             r_tensor = _tensor_scale(bits, held, r_bound, R_MAX, R_POW2, R_CLIP)
             if not HISTORY:
@@ -352,17 +320,6 @@ def _apart(x):
     Without it the layout of the transposed copy is imposed on the whole program, which is then computed twice.
     """
     return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=False, pack=1)
-
-
-@triton.jit
-def _bound(limit, squares, parts, elements, CLIP: tl.constexpr, RMS: tl.constexpr):
-    """The magnitude at which values are clipped; infinite where they are not."""
-    if CLIP == GIVEN_LIMIT:
-        return tl.load(limit)
-    elif CLIP == RMS_LIMIT:  # noqa: RET505 - a branch not taken must not be compiled, so one return a branch
-        return rms_limit(squares, parts, elements, RMS)
-    else:
-        return tl.full([], float("inf"), tl.float32)
 
 
 @triton.jit

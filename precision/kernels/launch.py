@@ -21,11 +21,12 @@ from torch import Tensor
 from ..cast_operators import granularity_code, matrix, overflow
 from ..stochastic import random_bits
 from . import tuning
-from .cast import amax_kernel, cast_kernel, scale_kernel
+from .cast import amax_kernel, cast_kernel
+from .compiled import Launch, scale_launch, sums_launch
 from .leaves import LeafLayout
-from .operands import NO_LIMIT, RMS_LIMIT, Operand, allocate, sizes
+from .operands import NO_LIMIT, RMS_LIMIT, Operand, allocate, allocate_codes, sizes
+from .partials import SUMMED_PIECES, partial_rows
 from .program import Program, along_function, tile_function
-from .sums import SUMMED_PIECES, SUMS_TILE, partial_rows, quantized_sums_kernel
 
 #: Triton's interpreter converts to FP8 by truncation: there every rounding is done by steps.
 _INTERPRETED = triton.knobs.runtime.interpret
@@ -43,30 +44,6 @@ BLOCK_TILE = (128, 128, 1, 8)
 #: a program takes several.
 _AMAX_PROGRAMS, _CAST_PROGRAMS = 512, 2048
 CACHED = 4096
-
-
-class Launch:
-    """One kernel with everything decided but its pointers; compiled at the first call."""
-
-    def __init__(self, kernel: Any, grid: tuple[int, int], warps: int, constants: dict[str, Any]) -> None:
-        self.kernel, self.grid, self.warps, self.constants = kernel, grid, warps, constants
-        self.compiled: Any = None
-        names = kernel.arg_names
-        self.tail = tuple(constants[name] for name in names[len(names) - len(constants) :])
-
-    def first(self, keep: bool, *arguments: Any) -> None:
-        """Launch through Triton, which compiles what it has not seen; ``keep`` the result for :meth:`again`."""
-        compiled = self.kernel[self.grid](*arguments, **self.constants, num_warps=self.warps)
-        if keep and not _INTERPRETED:
-            self.compiled = compiled.run, compiled.function, compiled.packed_metadata
-
-    def again(self, stream: int, *arguments: Any) -> None:
-        """Launch what was compiled on ``stream``; addresses, not tensors.
-
-        For each tensor the launcher would ask the driver whose memory it is.
-        """
-        run, function, metadata = self.compiled
-        run(*self.grid, 1, stream, function, metadata, None, None, None, *arguments, *self.tail)
 
 
 class _Cast:
@@ -136,7 +113,7 @@ class _Cast:
             if history is None or squares:
                 self.questions.append((self._question("amax", leaves, history, recording), AMAX_TILE))
         self.row_scales = [
-            None if not wanted else _scale_launch(operand, size, part)
+            None if not wanted else scale_launch(operand, size, part)
             for wanted, operand, size, part in zip(
                 (by_row, by_column), operands, self.shape, self.parts[1:], strict=True
             )
@@ -178,7 +155,7 @@ class _Cast:
             self.scratch = 0
         #: Partial sums of columns lie behind the partial maxima.
         self.sums_at = self.scratch
-        self.sums = _sums_launch(sum_parts, self.shape[1]) if self.summed else None
+        self.sums = sums_launch(sum_parts, self.shape[1]) if self.summed else None
         if self.summed:
             self.scratch += sum_parts * self.shape[1]
 
@@ -250,7 +227,7 @@ class _Cast:
         """Launch; return codes and scales of both operands (empty tensors for what there is not), and sums if asked."""
         like = leaves[0]
         device = like.device
-        codes, scale, turned, second_scale = self._results(device) if into is None else into
+        codes, scale, turned, second_scale = self._results(device, state is not None) if into is None else into
         if self.empty:
             # Nothing to find a maximum of: the scales of empty groups are 1.
             found = codes, scale.fill_(1.0), turned, second_scale.fill_(1.0)
@@ -263,7 +240,7 @@ class _Cast:
                 else given
                 for mode, key, given in zip(self.modes, keys, bits, strict=True)
             ]
-        if state is not None:
+        if state is not None and into is not None:
             # One scale, wherever the codes go.
             scale = second_scale = scale if self.rows is not None else second_scale
         scratch = torch.empty(self.scratch, dtype=torch.int32, device=device) if self.scratch else like
@@ -273,10 +250,18 @@ class _Cast:
             self._first(flat, tensors, limits, keys, bits, state, sums)
         return (codes, scale, turned, second_scale) if sums is None else (codes, scale, turned, second_scale, sums)
 
-    def _results(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _results(self, device: torch.device, one_scale: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Allocate codes and scales, and no more than that: an allocation costs the host nearly what a launch does.
+
+        With ``one_scale`` it is a tensor's, of both operands.
+        """
         nothing = None
-        if self.codes is None or self.turned is None or self.same:
+        if self.codes is None or self.turned is None:
             nothing = torch.empty(0, dtype=torch.float8_e4m3fn, device=device)
+        if one_scale:
+            scale = torch.empty((), dtype=torch.float32, device=device)
+            codes, turned = (allocate_codes(device, wanted, nothing) for wanted in (self.codes, self.turned))
+            return codes, scale, turned, scale
         return *allocate(device, self.codes, nothing), *allocate(device, self.turned, nothing, scaled=not self.same)
 
     def _again(
@@ -431,17 +416,3 @@ def _tuned(
 
     tiles, final = tuning.choose(leaves[0].device, usual.questions, prepare)
     return make(tiles) if tiles else usual, final
-
-
-def _scale_launch(operand: Operand | None, size: int, parts: int) -> tuple[Launch, int, int]:
-    assert operand is not None
-    element = operand.spec.fmt.element
-    constants = {"MAX": element.max, "POW2": operand.spec.pow2, "CLIP": operand.clip[0],
-                 "RMS": operand.clip[1], "PARTS": 32, "BLOCK": 128}  # fmt: skip
-    return Launch(scale_kernel, (triton.cdiv(size, 128), 1), 4, constants), parts, size
-
-
-def _sums_launch(parts: int, size: int) -> tuple[Launch, int, int]:
-    rows, columns = SUMS_TILE
-    constants = {"PARTS": rows, "BLOCK": columns}
-    return Launch(quantized_sums_kernel, (triton.cdiv(size, columns), 1), 4, constants), parts, size

@@ -49,15 +49,21 @@ def sizes(operand: Operand | None, shape: tuple[int, int], dim: int) -> Any:
     return operand_sizes(operand.spec, shape, dim), torch_dtype(operand.spec.fmt.element)
 
 
+def allocate_codes(device: torch.device, wanted: Any, nothing: Tensor | None) -> Tensor:
+    """Return empty codes of ``wanted`` sizes; for None ``nothing``, an empty tensor."""
+    if wanted is None:
+        assert nothing is not None
+        return nothing
+    (codes, _), dtype = wanted
+    return torch.empty(codes, dtype=dtype, device=device)
+
+
 def allocate(
     device: torch.device, wanted: Any, nothing: Tensor | None, *, scaled: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Return empty codes and scales of ``wanted`` sizes; for None ``nothing``, an empty tensor."""
-    if wanted is None:
-        assert nothing is not None
-        return nothing, nothing.new_empty(0, dtype=torch.float32)
-    (codes, scale), dtype = wanted
-    return (
-        torch.empty(codes, dtype=dtype, device=device),
-        torch.empty(scale if scaled else 0, dtype=torch.float32, device=device),
-    )
+    """Return empty codes and scales of ``wanted`` sizes; for None ``nothing`` and an empty tensor.
+
+    Without ``scaled`` the second is empty, too.
+    """
+    size = wanted[0][1] if scaled and wanted is not None else 0
+    return allocate_codes(device, wanted, nothing), torch.empty(size, dtype=torch.float32, device=device)

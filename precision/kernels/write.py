@@ -19,7 +19,8 @@ from torch import Tensor
 
 from ..cast_operators import matrix
 from .cast import inside_of
-from .launch import CACHED, CAST_TILE, Launch
+from .compiled import Launch
+from .launch import CACHED, CAST_TILE
 from .leaves import LeafLayout
 from .program import Program, tile_function
 
