@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from .judgement import Reason
 from .measurements import Measurements
-from .measurements_distributed import DistributedRun
+from .measurements_distributed import DistributedRun, Wire
 
 #: By setting: the collectives whose bytes follow from it.
 _SETTINGS = {
@@ -49,8 +49,7 @@ def _ignored(run: DistributedRun) -> Iterator[str]:
                 f"{head}: a rank handed over {sent} bytes a step{as_bf16}, where {due} are planned (BF16: {bf16})."
                 " Something on the way ignored the setting, so another recipe was measured."
             )
-        elif not exact and setting == "tables" and wire.reduce_scatter is None and sent > bf16:
-            # Formats may cost as much as BF16, which is then what was asked for, but never more.
+        elif not exact and setting == "tables" and due < base.planned_bytes().get("all_to_all", 0) and sent >= bf16:
             yield (
                 f"{head}: a rank handed over {sent} bytes a step, and the baseline in BF16 {bf16}."
                 " Something on the way ignored the setting, so another recipe was measured."
@@ -60,8 +59,14 @@ def _ignored(run: DistributedRun) -> Iterator[str]:
                 f"{head}: a rank handed over {sent} bytes a step, and the baseline in BF16 {bf16}."
                 " Something on the way ignored the setting, so another recipe was measured."
             )
-        elif not exact and setting == "reduce_scatter" and not counted.get("all_to_all") and wire.tables is None:
+        elif not exact and setting == "reduce_scatter" and _summed_plainly(wire, counted):
             yield (
-                f"{head}: gradients went through a reduce-scatter of {sent} bytes a step, not as codes."
+                f"{head}: gradients went through a reduce-scatter of {counted.get('reduce_scatter', 0)} bytes a step,"
+                " not as codes."
                 " Something on the way ignored the setting, so another recipe was measured."
             )
+
+
+def _summed_plainly(wire: Wire, counted: Mapping[str, int]) -> bool:
+    """Whether no gradient went to an all-to-all; where rows of tables do too, it is a reduce-scatter that tells."""
+    return not counted.get("all_to_all") if wire.tables is None else bool(counted.get("reduce_scatter"))

@@ -11,17 +11,21 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from narrowgate.gates.gate_wire import wire_faults
+from narrowgate.gates.measurements_distributed import DistributedArm, DistributedRun, Planned, RankTime, Traffic, Wire
+from narrowgate.gates.measurements_speed import StepTime
 from narrowgate.gates.report import Report, load_report, report_schema
 from narrowgate.gates.rows import trace_lookups
 from narrowgate.models import GemTask
 from narrowgate.recipes import Layout, Recipe, Sharding, predict_wire, resolve
 from narrowgate.recipes.topology import example_topology
 
+pytest.importorskip("junitparser", reason="gates write junit.xml")
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this PyTorch has no torch.distributed")
 RULES = """
 rules:
@@ -122,6 +126,23 @@ def test_rows_that_did_not_travel_as_asked_are_named_and_nothing_is_concluded(st
     )
     assert "as much as BF16" in reason.text
     assert reason.text in out
+
+
+@pytest.mark.parametrize(("sent", "ignored"), [(120, False), (200, True)])
+def test_a_step_that_looks_rows_up_twice_is_held_to_less_than_its_baseline(sent, ignored) -> None:
+    def arm(counted: int, planned: int, tables: str) -> DistributedArm:
+        wire = Wire(
+            tables=tables,
+            planned=(Planned(what="rows", collective="all_to_all", calls=1, given={"x": planned}),),
+            counted=(Traffic(collective="all_to_all", dtype="uint8", bytes=counted),),
+            calls={"all_to_all": 1},
+        )
+        return DistributedArm(wire=wire, time=RankTime(ms=1, local_ms=1, alone_ms=1, rounds=1))
+
+    arms = arm(200, 100, "bf16, gradients as bf16"), arm(sent, 60, "fp8_e4m3/row, gradients as fp8_e4m3/row")
+    run = DistributedRun(ranks=2, transport="gloo", baseline=arms[0], candidate=arms[1], step=StepTime(status="no_gpu"))
+    measured: Any = SimpleNamespace(distributed=run)
+    assert [reason.code for reason in wire_faults(measured)] == ["wire_ignored"] * ignored
 
 
 def test_a_plan_of_the_wire_shows_the_exchange(tmp_path, monkeypatch, capsys) -> None:
