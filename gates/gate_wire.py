@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from .judgement import Reason
 from .measurements import Measurements
@@ -36,7 +36,7 @@ def _ignored(run: DistributedRun) -> Iterator[str]:
         asked = getattr(wire, setting)
         if asked is None:
             continue
-        sent, due, bf16 = (sum(found.get(name, 0) for name in collectives) for found in (counted, planned, plain))
+        sent, due, bf16 = (_bytes(found, collectives) for found in (counted, planned, plain))
         head = f"The recipe asks for shards.{setting} {asked}, and the wire does not show it"
         if setting == "all_gather" and not wire.gathered:
             yield (
@@ -49,12 +49,12 @@ def _ignored(run: DistributedRun) -> Iterator[str]:
                 f"{head}: a rank handed over {sent} bytes a step{as_bf16}, where {due} are planned (BF16: {bf16})."
                 " Something on the way ignored the setting, so another recipe was measured."
             )
-        elif not exact and setting == "tables" and due < base.planned_bytes().get("all_to_all", 0) and sent >= bf16:
-            yield (
-                f"{head}: a rank handed over {sent} bytes a step, and the baseline in BF16 {bf16}."
-                " Something on the way ignored the setting, so another recipe was measured."
-            )
-        elif not exact and setting == "all_gather" and sent >= bf16:
+        elif (
+            not exact
+            and setting != "reduce_scatter"
+            and due < _bytes(base.planned_bytes(), collectives)
+            and sent >= bf16
+        ):
             yield (
                 f"{head}: a rank handed over {sent} bytes a step, and the baseline in BF16 {bf16}."
                 " Something on the way ignored the setting, so another recipe was measured."
@@ -65,6 +65,10 @@ def _ignored(run: DistributedRun) -> Iterator[str]:
                 " not as codes."
                 " Something on the way ignored the setting, so another recipe was measured."
             )
+
+
+def _bytes(found: Mapping[str, int], collectives: Sequence[str]) -> int:
+    return sum(found.get(name, 0) for name in collectives)
 
 
 def _summed_plainly(wire: Wire, counted: Mapping[str, int]) -> bool:
