@@ -22,7 +22,7 @@ _CLASSES: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
         ("gemm fp8", r"nvjet_\w*_(qq|qr|rq)|(gemm|cutlass|scaled_mm).*(e4m3|e5m2|fp8|float_8|float8)|f8f8|e4m3.*gemm"),
         ("gemm", r"nvjet|gemm|cutlass|splitk|cublas|wgmma"),
         ("write", r"\bwrite_kernel"),
-        ("amax", r"amax|scale_kernel"),
+        ("amax", r"amax|scale_kernel|roll_kernel"),
         ("transpose", r"transpose"),
         ("cast", r"cast_kernel|cast_fp8|float8|fp8|quantize|_fill\b|random_bits"),
         ("optimizer", r"multi_tensor_apply|adam|adagrad|foreach"),
