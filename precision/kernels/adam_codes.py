@@ -26,9 +26,13 @@ from ..spec import Spec
 from .adam import AdamRule, AdamTensors, to_bf16, updated
 from .rounding import NEAREST, magnitude_bits, multiplier_of, rounded_to, scale_of, tile_bits
 
-#: Rows and columns of a tile, tiles a program takes, and warps: eight elements a thread at a time, in 128 registers.
-_TILE = (32, 64, 2, 8)
+#: Rows and columns of a tile, the most tiles a program takes, and warps: eight elements a thread at a time, in 128
+#: registers. What a program does once costs as much as a tile, so it takes several where there are enough.
+_TILE = (32, 64, 16, 8)
+_PROGRAMS = 1024
 _INTERPRETED = triton.knobs.runtime.interpret
+#: Triton's interpreter runs no assembly.
+_ASSEMBLY = tl.constexpr(not _INTERPRETED)
 #: What was launched before, so is compiled and loaded.
 _launched: set[object] = set()
 
@@ -88,13 +92,15 @@ def launch_adam_codes(
     count, width = tensors.parameter.shape
     assert width % 8 == 0, width
     assert tensors.offset == 0, tensors.offset
-    bm, bn, loop, warps = _TILE
+    bm, bn, most, warps = _TILE
+    tiles = triton.cdiv(count, bm) * triton.cdiv(width, bn)
+    loop = max(1, min(most, tiles // _PROGRAMS))
     element = out.spec.fmt.element
     keys = coefficients if keys is None else keys
     scale, found = (coefficients if x is None else x for x in (grad_scale, found_inf))
     # Triton launches on the current device.
     with torch.cuda.device(tensors.parameter.device if tensors.parameter.is_cuda else -1):
-        _adam_codes[(triton.cdiv(count, bm * loop), triton.cdiv(width, bn))](
+        _adam_codes[(triton.cdiv(width, bn), triton.cdiv(count, bm * loop))](
             tensors.parameter.detach(), tensors.grad.detach(), tensors.exp_avg, tensors.exp_avg_sq,
             coefficients, keys, scale, found, count, width,
             out.codes, out.scale, out.turned, out.history, out.pending, out.amax, out.past, out.workspace,
@@ -129,7 +135,7 @@ def _adam_codes(
     BIAS: tl.constexpr, POW2: tl.constexpr, OVERFLOW: tl.constexpr, HISTORY: tl.constexpr, EVEN: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, LOOP: tl.constexpr,
 ):  # fmt: skip
-    pid_m, pid_n = tl.program_id(0), tl.program_id(1)
+    pid_n, pid_m = tl.program_id(0), tl.program_id(1)
     # What the history will hold: the newest entry is entered after the step, and the oldest drops out.
     newest = tl.load(pending)
     entries = tl.arange(0, HISTORY)
@@ -144,21 +150,27 @@ def _adam_codes(
     n = pid_n * BN + tl.arange(0, BN)
     # Magnitudes are kept apart for each eight neighbours, which lie in one thread, and reduced once.
     larger = tl.zeros([BM, BN // 8], tl.int32)
+    local = tl.arange(0, BM)
+    offsets = tl.max_contiguous(local[:, None] * K + tl.arange(0, BN)[None, :], [1, 8])
+    turned_offsets = tl.arange(0, BN)[:, None] * N + local[None, :]
     for i in range(LOOP):
         first = (pid_m * LOOP + i).to(tl.int64) * BM
         m = first + tl.arange(0, BM)
-        at = m[:, None] * K + n[None, :]
+        start = first * K + pid_n * BN
+        if _ASSEMBLY and i + 1 < LOOP:
+            _fetch(parameters, grads, exp_avgs, exp_avg_sqs, start + BM * K, K, N - first - BM, BM, BN)
+        at = offsets
         inside = _inside(m, N, n, K, EVEN)
-        g = tl.load(grads + at, mask=inside, other=0.0)
-        p = tl.load(parameters + at, mask=inside, other=0.0)
-        mean = tl.load(exp_avgs + at, mask=inside, other=0.0).to(tl.float32)
-        square = tl.load(exp_avg_sqs + at, mask=inside, other=0.0).to(tl.float32)
+        g = tl.load(grads + start + at, mask=inside, other=0.0)
+        p = tl.load(parameters + start + at, mask=inside, other=0.0)
+        mean = tl.load(exp_avgs + start + at, mask=inside, other=0.0).to(tl.float32)
+        square = tl.load(exp_avg_sqs + start + at, mask=inside, other=0.0).to(tl.float32)
         written = inside
         if GUARDED:
             written = inside & (skips == 0)
         if UNSCALE:
             g = tl.div_rn(g, tl.load(grad_scale))
-            tl.store(grads + at, g, mask=written)
+            tl.store(grads + start + at, g, mask=written)
         if MAXIMIZE:
             g = -g
         if COUPLED:
@@ -169,17 +181,22 @@ def _adam_codes(
         p, mean, square = updated(p, g, mean, square, size, root, beta1, beta2, eps)
         if GUARDED:
             p = tl.where(skips == 0, p, before)
-        tl.store(parameters + at, p, mask=written)
-        _store_moment(exp_avgs, at, mean, written, keys, m, pid_n * BN, K, STOCHASTIC, STEPWISE, BM, BN)
-        _store_moment(exp_avg_sqs, at, square, written, keys + 1, m, pid_n * BN, K, STOCHASTIC, STEPWISE, BM, BN)
+        tl.store(parameters + start + at, p, mask=written)
+        _store_moment(exp_avgs + start, at, mean, written, keys, m, pid_n * BN, K, STOCHASTIC, STEPWISE, BM, BN)
+        _store_moment(
+            exp_avg_sqs + start, at, square, written, keys + 1, m, pid_n * BN, K, STOCHASTIC, STEPWISE, BM, BN
+        )
         p = tl.where(inside, p, 0.0)
         larger = tl.maximum(larger, tl.max(tl.reshape(magnitude_bits(p), [BM, BN // 8, 8]), 2))
         rounded = rounded_to(p * multiplier, 0, MAX, MANTISSA, BIAS, NEAREST, STEPWISE)
         # Eight codes a thread, as many as of what is read: sixteen would have all the rest pass through shared memory.
-        by_eight = tl.max_contiguous(n[None, :] + m[:, None] * K, [1, 8])
-        tl.store(codes + by_eight, rounded.to(codes.dtype.element_ty), mask=inside)
-        across = n.to(tl.int64)[:, None] * N + m[None, :]
-        tl.store(turned + across, _turned(rounded, turned.dtype.element_ty, BM, BN), mask=_inside(n, K, m, N, EVEN))
+        tl.store(codes + start + at, rounded.to(codes.dtype.element_ty), mask=inside)
+        across = (pid_n * BN).to(tl.int64) * N + first
+        tl.store(
+            turned + across + turned_offsets,
+            _turned(rounded, turned.dtype.element_ty, BM, BN),
+            mask=_inside(n, K, m, N, EVEN),
+        )
 
     found = tl.max(larger)
     tl.atomic_max(workspace, found, sem="relaxed")
@@ -209,6 +226,29 @@ def _adam_codes(
         # Left as it was found, for the next launch.
         tl.atomic_xchg(workspace, 0)
         tl.atomic_xchg(workspace + 1, 0)
+
+
+@triton.jit
+def _fetch(parameters, grads, exp_avgs, exp_avg_sqs, start, K, rows, BM: tl.constexpr, BN: tl.constexpr):
+    """Bring what the next tile reads, of which ``rows`` are there, to the L2 cache: a line of 128 bytes a thread.
+
+    A program has too few warps to hide what a load takes from memory, and no registers left to load ahead.
+    """
+    LINES: tl.constexpr = BN // 32
+    lane = tl.arange(0, 4 * LINES * BM)
+    row, stream, line = lane // (4 * LINES), lane // LINES % 4, lane % LINES
+    at = start + row * K + line * 32
+    # Of moments in BF16 a line holds twice as many.
+    WIDER: tl.constexpr = 4 // (exp_avgs.dtype.element_ty.primitive_bitwidth // 8)
+    moment = start + row * K + line * 32 * WIDER
+    address = tl.where(stream == 0, (parameters + at).to(tl.int64), (grads + at).to(tl.int64))
+    address = tl.where(stream == 2, (exp_avgs + moment).to(tl.int64), address)
+    address = tl.where(stream == 3, (exp_avg_sqs + moment).to(tl.int64), address)
+    wanted = (row < rows) & ((stream < 2) | (line * WIDER < LINES))
+    tl.inline_asm_elementwise(
+        "{.reg .pred wanted; setp.ne.s32 wanted, $2, 0; @wanted prefetch.global.L2 [$1]; mov.b32 $0, 0;}",
+        "=r,l,r", [address, wanted.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit
