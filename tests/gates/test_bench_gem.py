@@ -246,7 +246,7 @@ def test_an_arm_that_fails_is_named_and_ours_is_a_fault(task: GemTask) -> None:
     assert result.faults == ["ours: OutOfMemoryError: CUDA out of memory."]
 
 
-def test_weights_are_kept_as_the_recipe_says_but_in_the_arm_without(
+def test_weights_are_kept_as_the_recipe_says_but_in_the_arm_that_keeps_them(
     task: GemTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(casting, "kernels_on_cpu", lambda: True)
@@ -259,13 +259,13 @@ def test_weights_are_kept_as_the_recipe_says_but_in_the_arm_without(
     build = GemTask.build_model
     monkeypatch.setattr(GemTask, "build_model", built)
     found: list[set[bool]] = []
-    for name in ("gem-fp8", "gem-fp8-each-use"):
+    for name in ("gem-fp8", "gem-fp8-kept"):
         # Built and wrapped; a step wants a batch, and there is none.
         with pytest.raises(ZeroDivisionError):
             gem._make(ARMS[name], task, [], SETTINGS)
         lowered = [module for module in models[-1].modules() if isinstance(module, LowPrecisionLayer)]
         found.append({layer_state(module).kept is not None for module in lowered})
-    assert found == [{True}, {False}]
+    assert found == [{False}, {True}]
 
 
 def test_bf16_itself_must_run(task: GemTask) -> None:

@@ -164,7 +164,7 @@ def test_recomputation_under_a_recipe_repeats_its_rounding(recipe: str, small: P
     assert trainer(task, recipe=recipe, checkpoint=regions).fit() == trainer(task, recipe=recipe).fit()
 
 
-EACH_USE = Recipe(name="each-use", extends="gem-fp8", optimizer=OptimizerState(state="bf16+sr"))
+KEPT = Recipe(name="kept", extends="gem-fp8", optimizer=OptimizerState(state="bf16+sr", keep_weights=True))
 
 
 def passes(found: Trainer) -> list[int | None]:
@@ -177,24 +177,24 @@ def test_weights_are_kept_where_the_recipe_says_so_and_train_the_same(
     small: Preset, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
     task = GemTask.open(dataclasses.replace(small, model=wide(small)), "synthetic", steps=4)
-    plain = trainer(task, recipe=EACH_USE)
+    plain = trainer(task, recipe="gem-fp8")
     with monkeypatch.context() as patch:
         patch.setattr(casting, "kernels_on_cpu", lambda: True)
-        kept, overruled = trainer(task, recipe="gem-fp8"), trainer(task, recipe=EACH_USE, accumulate=2)
+        kept, overruled = trainer(task, recipe=KEPT), trainer(task, recipe="gem-fp8", accumulate=2)
     assert len(passes(kept)) > 4
     assert set(passes(kept)) == {0}
     assert set(passes(plain)) == set(passes(overruled)) == {None}
     assert kept.fit() == plain.fit()
     assert equal(weights(kept), weights(plain))
     # A CPU itself casts nothing that could be saved, and says nothing of it.
-    assert set(passes(trainer(task, recipe="gem-fp8"))) == {None}
+    assert set(passes(trainer(task, recipe=KEPT))) == {None}
     assert not [warning for warning in recwarn.list if "keep_weights" in str(warning.message)]
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_the_built_in_recipe_trains_the_same_with_weights_that_adam_quantized(small: Preset) -> None:
+def test_on_a_gpu_a_recipe_trains_the_same_with_weights_that_adam_quantized(small: Preset) -> None:
     task = GemTask.open(dataclasses.replace(small, model=wide(small)), "synthetic", device="cuda", steps=6)
-    kept, plain = (trainer(task, recipe=recipe, deterministic=True) for recipe in ("gem-fp8", EACH_USE))
+    kept, plain = (trainer(task, recipe=recipe, deterministic=True) for recipe in (KEPT, "gem-fp8"))
     assert kept.fit() == plain.fit()
     assert set(passes(plain)) == {None}
     # Not the first step, in which Adam makes its state.

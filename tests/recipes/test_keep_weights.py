@@ -279,9 +279,10 @@ def test_what_does_not_quantize_weights_itself_misses_nothing(make_tower, ids, r
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_the_built_in_recipe_has_adam_write_the_codes():
+def test_on_a_gpu_a_recipe_has_adam_write_the_codes():
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 16)).cuda()
-    optimizer = apply_recipe(model, "gem-fp8").wrap_optimizer(torch.optim.Adam(model.parameters(), fused=True))
+    kept = Recipe(name="kept", extends="gem-fp8", optimizer=OptimizerState(state="bf16+sr", keep_weights=True))
+    optimizer = apply_recipe(model, kept).wrap_optimizer(torch.optim.Adam(model.parameters(), fused=True))
     for _ in range(3):
         model(torch.ones(16, 64, device="cuda")).square().mean().backward()
         optimizer.step()
