@@ -1,13 +1,13 @@
-"""Sum up benchmarks/reports/*/report.json as benchmarks/gate_gem_small.json: one row an arm of a run.
+"""Sum up benchmarks/reports/*/report.json as benchmarks/gate_MODEL.json, a file a model: one row an arm of a run.
 
-    python scripts/collect_gate_reports.py --date YYYY-MM-DD
+    python scripts/collect_gate_reports.py
 
-Measures nothing: benchmarks/reports/README.md has the commands that made the reports.
+Measures nothing: benchmarks/reports/README.md has the commands that made the reports. A file's date is that of its
+latest run.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -17,22 +17,24 @@ _VERSIONS = ("narrowgate", "python", "torch", "cuda", "driver", "triton")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--date", required=True, help="when the runs were made")
-    args = parser.parse_args()
-    reports = [json.loads(path.read_text()) for path in sorted((_ROOT / "reports").glob("*/report.json"))]
-    machines = {report["environment"]["gpu"] for report in reports}
-    if len(machines) != 1:
-        raise SystemExit(f"expected reports of one machine, found {sorted(map(str, machines))}")
-    result = {
-        "name": "gate_gem_small",
-        "date": args.date,
-        "command": "python scripts/collect_gate_reports.py (the runs: benchmarks/reports/README.md)",
-        "machine": machines.pop(),
-        "versions": {name: reports[0]["environment"][name] for name in _VERSIONS},
-        "rows": [row for report in reports for row in _rows(report)],
-    }
-    (_ROOT / "gate_gem_small.json").write_text(json.dumps(result, indent=2) + "\n")
+    by_model: dict[str, list[dict[str, Any]]] = {}
+    for path in sorted((_ROOT / "reports").glob("*/report.json")):
+        report = json.loads(path.read_text(encoding="utf-8"))
+        by_model.setdefault(report["model"]["name"], []).append(report)
+    for model, reports in by_model.items():
+        machines = {report["environment"]["gpu"] for report in reports}
+        if len(machines) != 1:
+            raise SystemExit(f"{model}: expected reports of one machine, found {sorted(map(str, machines))}")
+        name = f"gate_{model.replace('-', '_')}"
+        result = {
+            "name": name,
+            "date": max(report["environment"]["date"] for report in reports)[:10],
+            "command": "python scripts/collect_gate_reports.py (the runs: benchmarks/reports/README.md)",
+            "machine": machines.pop(),
+            "versions": {name: reports[0]["environment"][name] for name in _VERSIONS},
+            "rows": [row for report in reports for row in _rows(report)],
+        }
+        (_ROOT / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 
 def _rows(report: dict[str, Any]) -> list[dict[str, Any]]:
