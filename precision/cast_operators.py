@@ -78,6 +78,13 @@ def kernels_on_cpu() -> bool:
     return _INTERPRETED
 
 
+def launches_on(x: Tensor) -> bool:
+    """Whether a kernel can be handed the address of ``x``: none has a subclass, such as a fake, or what is traced."""
+    if torch.compiler.is_compiling() or type(x) is not Tensor:
+        return False
+    return x.is_cuda or (x.device.type == "cpu" and kernels_on_cpu())
+
+
 def _cast(
     leaves: Sequence[Tensor],
     program: str,

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .cast_operators import kernels_on_cpu
+from .cast_operators import launches_on
 from .errors import NarrowgateError
 from .rounding import overflow_threshold
 
@@ -122,7 +122,7 @@ def roll(histories: Sequence[AmaxHistory], group: ProcessGroup | None = None) ->
     by_length: dict[int, list[AmaxHistory]] = {}
     for history in histories:
         by_length.setdefault(len(history.history), []).append(history)
-    if group is None and _kernels_for(histories[0].history):
+    if group is None and launches_on(histories[0].history):
         from .kernels.roll import roll_in_one
 
         by_length = {
@@ -144,7 +144,3 @@ def roll(histories: Sequence[AmaxHistory], group: ProcessGroup | None = None) ->
         torch._foreach_copy_(entries, list(rolled.unbind()))  # type: ignore[attr-defined]
     cleared = [history.pending for history in histories]
     torch._foreach_copy_(cleared, [torch.full_like(pending[0], _NOTHING)] * len(cleared))  # type: ignore[attr-defined]
-
-
-def _kernels_for(history: Tensor) -> bool:
-    return (history.is_cuda or kernels_on_cpu()) and not torch.compiler.is_compiling()

@@ -9,6 +9,7 @@ the casts of a small model, and the device waits for it.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -22,7 +23,8 @@ _tables: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}
 _CACHED = 64
 #: Tables that CUDA graphs read, for as long as those may be replayed.
 _captured: list[Tensor] = []
-#: What was launched before, so is compiled and loaded: device and padded length.
+#: What was launched before, so is compiled and loaded: device and length, some of which Triton has kernels of their own
+#: for.
 _launched: set[tuple[torch.device, int]] = set()
 
 
@@ -60,11 +62,12 @@ def roll_in_one(histories: Sequence[Tensor], pending: Sequence[Tensor], nothing:
         False where nothing was done: a CUDA graph is being captured that would have to compile or to copy addresses.
     """
     device, length = histories[0].device, histories[0].numel()
-    addresses = tuple([address for pair in zip(histories, pending, strict=True) for address in map(_address, pair)])
+    # One that is named twice is entered once: two programs would race.
+    pairs = dict.fromkeys(zip(map(_address, histories), map(_address, pending), strict=True))
+    addresses = tuple(itertools.chain.from_iterable(pairs))
     table = _tables.get((device, addresses))
-    padded = triton.next_power_of_2(length)
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        if table is None or (device, padded) not in _launched:
+        if table is None or (device, length) not in _launched:
             return False
         _captured.append(table)
     if table is None:
@@ -73,8 +76,8 @@ def roll_in_one(histories: Sequence[Tensor], pending: Sequence[Tensor], nothing:
         table = torch.tensor(addresses, dtype=torch.int64).to(device)
         _tables[device, addresses] = table
     with torch.cuda.device(device if device.type == "cuda" else -1):
-        roll_kernel[(len(histories),)](table, length, nothing, PADDED=padded, num_warps=1)
-    _launched.add((device, padded))
+        roll_kernel[(len(pairs),)](table, length, nothing, PADDED=triton.next_power_of_2(length), num_warps=1)
+    _launched.add((device, length))
     # Nothing else tells who looks at version counters that these were written.
     torch.autograd.graph.increment_version([*histories, *pending])
     return True

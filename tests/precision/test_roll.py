@@ -6,8 +6,9 @@ import copy
 
 import pytest
 import torch
-from narrowgate.precision import AmaxHistory, delayed, roll
+from narrowgate.precision import AmaxHistory, cast_operators, delayed, roll
 from narrowgate.precision.cast_operators import kernels_on_cpu
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 DEVICES = [
     pytest.param("cpu", marks=pytest.mark.skipif(not kernels_on_cpu(), reason="needs Triton's interpreter")),
@@ -33,7 +34,7 @@ def _state(histories: list[AmaxHistory]) -> list[list[float]]:
 def _plainly_rolled(histories: list[AmaxHistory], monkeypatch: pytest.MonkeyPatch) -> list[list[float]]:
     twins = copy.deepcopy(histories)
     with monkeypatch.context() as patch:
-        patch.setattr(delayed, "_kernels_for", lambda history: False)
+        patch.setattr(delayed, "launches_on", lambda history: False)
         roll(twins)
     return _state(twins)
 
@@ -57,6 +58,30 @@ def test_what_looks_at_version_counters_sees_that_the_history_was_written(device
     roll([history])
     assert history.history._version > before[0]
     assert history.pending._version > before[1]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_history_that_is_named_twice_is_entered_once(device):
+    first, second = _histories(device, [4, 4])
+    expected = [[0.0, *first.history.tolist()[:3], -1.0], [2.0, *second.history.tolist()[:3], -1.0]]
+    roll([second, first, second, first.frozen(), second])
+    assert _state([first, second]) == expected
+    from narrowgate.precision.kernels.roll import _tables
+
+    *_, (_, addresses) = _tables
+    assert len(addresses) == 4  # programs that took the same one would race
+
+
+def test_histories_without_memory_are_rolled_by_plain_operations(monkeypatch):
+    monkeypatch.setattr(cast_operators, "kernels_on_cpu", lambda: True)
+    with FakeTensorMode():
+        assert not cast_operators.launches_on(torch.zeros(4, device="cuda"))
+        history = AmaxHistory(4)
+        roll([history])
+        assert history.history.shape == (4,)
+    history = AmaxHistory(4, "meta")
+    roll([history])
+    assert history.history.is_meta
 
 
 @pytest.mark.gpu
