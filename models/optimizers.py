@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.adam import adam
 
-from ..precision.cast_operators import kernels_on_cpu
+from ..precision.cast_operators import launches_on
 from .presets import TrainingConfig
 from .schedule import learning_rate, scheduled_adam
 
@@ -105,21 +105,23 @@ class AdamWithRowwiseAdagrad(Optimizer):
         )
 
     def _in_one_launch(self, tables: list[nn.Parameter], group: dict[str, Any]) -> list[nn.Parameter]:
-        """Step the tables of a GPU that its kernel can take; returns the others."""
-        device = tables[0].device
-        if not (device.type == "cuda" or kernels_on_cpu()) or torch.compiler.is_compiling():
-            return tables
+        """Step the tables that a kernel can take, in a launch for each device; returns the others."""
         if isinstance(group["lr"], Tensor):
             return tables
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        devices = {p.device for p in tables if launches_on(p.data)}
+        if not devices:
+            return tables
+        if any(device.type == "cuda" for device in devices) and torch.cuda.is_current_stream_capturing():
             return tables  # a replay would read this step's addresses of gradients
         from .kernels.rowwise_adagrad import step_tables, takes
 
-        taken = [p for p in tables if p.device == device and takes(p, _gradient(p))]
-        if taken:
-            totals = [self._total(p) for p in taken]
-            step_tables(taken, [_gradient(p) for p in taken], totals, group["lr"], group["eps"])
-        done = {id(p) for p in taken}
+        done: set[int] = set()
+        for device in devices:
+            taken = [p for p in tables if p.device == device and takes(p, _gradient(p), self._total(p))]
+            if taken:
+                grads, totals = [_gradient(p) for p in taken], [self._total(p) for p in taken]
+                step_tables(taken, grads, totals, float(group["lr"]), float(group["eps"]))
+            done.update(map(id, taken))
         return [p for p in tables if id(p) not in done]
 
     def _total(self, parameter: nn.Parameter) -> Tensor:

@@ -64,15 +64,12 @@ def rowwise_adagrad_kernel(
     tl.store(weight + at, w - g * rate[:, None], mask=inside)
 
 
-def takes(weight: Tensor, grad: Tensor) -> bool:
-    """Whether the kernel can step a table: both dense, FP32 and contiguous, and no subclass such as a shard."""
+def takes(weight: Tensor, grad: Tensor, total: Tensor) -> bool:
+    """Whether the kernel can step a table: all dense, FP32 and contiguous, and no subclass such as a shard."""
+    tensors = (weight.data, grad, total)
     return (
-        type(grad) is Tensor
-        and type(weight.data) is Tensor
-        and not grad.is_sparse
-        and weight.dtype == grad.dtype == torch.float32
-        and weight.is_contiguous()
-        and grad.is_contiguous()
+        all(type(x) is Tensor and not x.is_sparse and x.dtype == torch.float32 for x in tensors)
+        and all(x.is_contiguous() and x.device == weight.device for x in tensors)
         and 0 < weight.shape[1] <= MAX_WIDTH
     )
 

@@ -10,9 +10,11 @@ import torch
 from narrowgate.models import GemTask, Preset
 from narrowgate.models.optimizers import AdamWithRowwiseAdagrad, table_parameters
 from narrowgate.models.schedule import learning_rate
+from narrowgate.precision import cast_operators
 from narrowgate.precision.cast_operators import kernels_on_cpu
 from narrowgate.recipes import apply_recipe, recipe_state
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 KERNELS_ON = [
     pytest.param("cpu", marks=pytest.mark.skipif(not kernels_on_cpu(), reason="needs Triton's interpreter")),
@@ -96,14 +98,51 @@ def test_a_table_that_the_launch_cannot_take_is_stepped_all_the_same(device: str
     plain, turned, halves = (nn.Parameter(torch.ones(6, 4, device=device)) for _ in range(3))
     turned.data = torch.ones(4, 6, device=device).t()
     halves.data = halves.data.bfloat16()
-    optimizer = AdamWithRowwiseAdagrad([], [plain, turned, halves], lr=0.1, table_lr=0.25)
-    for table in (plain, turned, halves):
+    held = nn.Parameter(torch.ones(6, 4, device=device))
+    optimizer = AdamWithRowwiseAdagrad([], [plain, turned, halves, held], lr=0.1, table_lr=0.25)
+    optimizer.state[held]["sum"] = torch.zeros(6, dtype=torch.float64, device=device)
+    for table in (plain, turned, halves, held):
         table.grad = torch.ones_like(table)
     plain.grad[1] = torch.nan
     optimizer.step()
     assert plain[1].isnan().all()
-    for table in (plain[2:], turned, halves):
+    for table in (plain[2:], turned, halves, held):
         assert (table == 0.75).all()
+
+
+@pytest.mark.parametrize("device", KERNELS_ON)
+def test_rates_may_be_whole_numbers(device: str) -> None:
+    table = nn.Parameter(torch.ones(6, 4, device=device))
+    optimizer = AdamWithRowwiseAdagrad([], [table], lr=1, table_lr=1, table_eps=0)
+    table.grad = torch.ones_like(table)
+    optimizer.step()
+    assert (table == 0).all()
+
+
+def test_tables_without_memory_are_stepped_by_plain_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cast_operators, "kernels_on_cpu", lambda: True)
+    with FakeTensorMode():
+        tables = [nn.Parameter(torch.ones(6, 4))]
+        tables[0].grad = torch.ones_like(tables[0])
+    tables.append(nn.Parameter(torch.ones(6, 4, device="meta")))
+    tables[1].grad = torch.ones_like(tables[1])
+    for table in tables:
+        optimizer = AdamWithRowwiseAdagrad([], [table], lr=0.1, table_lr=0.25)
+        optimizer.step()
+        assert optimizer.state[table]["sum"].shape == (6,)
+
+
+def test_a_compiled_step_moves_tables_as_the_eager_one_does() -> None:
+    found = []
+    for compiled in (False, True):
+        table = nn.Parameter(torch.ones(6, 4))
+        optimizer = AdamWithRowwiseAdagrad([], [table], lr=0.1, table_lr=0.25)
+        step = torch.compile(optimizer.step, backend="aot_eager") if compiled else optimizer.step
+        for value in (1.0, 3.0):
+            table.grad = torch.full_like(table, value)
+            step()
+        found.append(table.detach())
+    torch.testing.assert_close(found[1], found[0])
 
 
 @pytest.mark.gpu
