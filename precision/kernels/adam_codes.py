@@ -158,7 +158,8 @@ def _adam_codes(
         m = first + tl.arange(0, BM)
         start = first * K + pid_n * BN
         if _ASSEMBLY and i + 1 < LOOP:
-            _fetch(parameters, grads, exp_avgs, exp_avg_sqs, start + BM * K, K, N - first - BM, BM, BN)
+            left = K - pid_n * BN
+            _fetch(parameters, grads, exp_avgs, exp_avg_sqs, start + BM * K, K, N - first - BM, left, EVEN, BM, BN)
         at = offsets
         inside = _inside(m, N, n, K, EVEN)
         g = tl.load(grads + start + at, mask=inside, other=0.0)
@@ -229,8 +230,11 @@ def _adam_codes(
 
 
 @triton.jit
-def _fetch(parameters, grads, exp_avgs, exp_avg_sqs, start, K, rows, BM: tl.constexpr, BN: tl.constexpr):
-    """Bring what the next tile reads, of which ``rows`` are there, to the L2 cache: a line of 128 bytes a thread.
+def _fetch(
+    parameters, grads, exp_avgs, exp_avg_sqs, start, K, rows, columns, EVEN: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr,
+):  # fmt: skip
+    """Bring what the next tile reads, of which ``rows`` and ``columns`` are there, to L2: a line of 128 bytes a thread.
 
     A program has too few warps to hide what a load takes from memory, and no registers left to load ahead.
     """
@@ -245,6 +249,8 @@ def _fetch(parameters, grads, exp_avgs, exp_avg_sqs, start, K, rows, BM: tl.cons
     address = tl.where(stream == 2, (exp_avgs + moment).to(tl.int64), address)
     address = tl.where(stream == 3, (exp_avg_sqs + moment).to(tl.int64), address)
     wanted = (row < rows) & ((stream < 2) | (line * WIDER < LINES))
+    if not EVEN:
+        wanted &= tl.where(stream < 2, line * 32, line * 32 * WIDER) < columns
     tl.inline_asm_elementwise(
         "{.reg .pred wanted; setp.ne.s32 wanted, $2, 0; @wanted prefetch.global.L2 [$1]; mov.b32 $0, 0;}",
         "=r,l,r", [address, wanted.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
