@@ -1,7 +1,7 @@
 """Which tiles the cast kernels take: candidates, measured on the device, and kept beyond the process.
 
 A tile decides how fast a cast is and never a bit of its codes and scales, so ranks and runs may differ in their
-choices. A choice is looked up by all that its speed depends on (:class:`Question`), in what the package ships
+choices; only sums of columns, a bias' gradient, are added in another order. A choice is looked up by all that its speed depends on (:class:`Question`), in what the package ships
 (``choices/*.json``), then in the user's cache (:mod:`narrowgate.precision.kernels.tile_cache`).
 """
 
