@@ -1,8 +1,9 @@
 """Which tiles the cast kernels take: candidates, measured on the device, and kept beyond the process.
 
 A tile decides how fast a cast is and never a bit of its codes and scales, so ranks and runs may differ in their
-choices; only sums of columns, a bias' gradient, are added in another order. A choice is looked up by all that its speed depends on (:class:`Question`), in what the package ships
-(``choices/*.json``), then in the user's cache (:mod:`narrowgate.precision.kernels.tile_cache`).
+choices; only sums of columns, the gradient of a bias, are added in another order. A choice is looked up by all that its
+speed depends on (:class:`Question`), in what the package ships (``choices/*.json``), then in the user's cache
+(:mod:`narrowgate.precision.kernels.tile_cache`).
 """
 
 # Triton comes with CUDA builds of PyTorch only.
