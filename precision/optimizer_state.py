@@ -82,7 +82,7 @@ class LowPrecisionOptimizer(Optimizer):
                 passed = set(whole)
                 rest = [parameter for parameter in group["params"] if parameter not in passed]
                 # FP32 moments need no memory beside them.
-                for bucket in _buckets(rest, None if storage_of(self).spec.format == "fp32" else BUCKET):
+                for bucket in _buckets(self, rest, None if storage_of(self).spec.format == "fp32" else BUCKET):
                     stored = {parameter: _fetch(self, parameter) for parameter in bucket}
                     with _only(self, group, bucket):
                         update(self)
@@ -254,14 +254,16 @@ def _tell_schedules(optimizer: Optimizer) -> None:
     optimizer.__dict__["step"] = step
 
 
-def _buckets(parameters: Sequence[Tensor], most: int | None) -> Iterator[list[Tensor]]:
-    """Parameters with a gradient, in order, up to ``most`` local elements at a time."""
+def _buckets(optimizer: Optimizer, parameters: Sequence[Tensor], most: int | None) -> Iterator[list[Tensor]]:
+    """Parameters with a gradient, in order, up to ``most`` local elements at a time; those without moments are free."""
     bucket: list[Tensor] = []
     elements = 0
     for parameter in parameters:
         if parameter.grad is None:
             continue
-        size = local(parameter).numel()
+        state = optimizer.state.get(parameter)
+        free = bool(state) and not any(name in state for name in MOMENTS)
+        size = 0 if free else local(parameter).numel()
         if bucket and most is not None and elements + size > most:
             yield bucket
             bucket, elements = [], 0

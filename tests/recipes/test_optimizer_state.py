@@ -9,7 +9,7 @@ from typing import cast
 import pytest
 import torch
 from narrowgate.models.optimizers import AdamWithRowwiseAdagrad
-from narrowgate.precision import NarrowgateError, call_key, quantize, stream_key
+from narrowgate.precision import NarrowgateError, call_key, optimizer_state, quantize, stream_key
 from narrowgate.recipes import (
     OptimizerState,
     Recipe,
@@ -78,6 +78,30 @@ def test_adam_with_rowwise_adagrad_keeps_its_accumulators_and_stores_its_moments
     assert optimizer.state[tables[0]]["sum"].dtype == torch.float32
     stored = {optimizer.state[layer.weight]["exp_avg"].dtype for layer in model.interaction}
     assert stored == {torch.bfloat16 if state == "bf16+sr" else torch.float8_e4m3fn}
+
+
+def test_tables_that_have_no_moments_are_stepped_together_however_large_they_are(make_tower, ids, monkeypatch):
+    monkeypatch.setattr(optimizer_state, "BUCKET", 1)
+    model = make_tower(width=64)
+    plan = apply_recipe(model, recipe("bf16"))
+    tables = [model.embedding.weight, nn.Parameter(torch.ones(3, 64))]
+    dense = [parameter for parameter in model.parameters() if parameter is not tables[0]]
+    stepped: list[list[int]] = []
+
+    class Watched(AdamWithRowwiseAdagrad):
+        def _in_one_launch(self, tables, group):
+            stepped.append(list(map(id, tables)))
+            return super()._in_one_launch(tables, group)
+
+    optimizer = plan.wrap_optimizer(Watched(dense, tables, lr=0.01, table_lr=0.1))
+    together = list(map(id, tables))
+    # The first step makes the accumulators; until then nobody knows that there are no moments.
+    for expected in ([[table] for table in together], [together]):
+        stepped.clear()
+        model(ids).square().mean().backward()
+        tables[1].grad = torch.ones_like(tables[1])
+        optimizer.step()
+        assert stepped == expected
 
 
 def test_a_plan_knows_its_model_only_where_a_recipe_was_applied(tower):
