@@ -74,7 +74,9 @@ def takes(weight: Tensor, grad: Tensor, total: Tensor) -> bool:
     )
 
 
-def step_tables(weights: Sequence[Tensor], grads: Sequence[Tensor], totals: Sequence[Tensor], lr: float, eps: float):
+def step_tables(
+    weights: Sequence[Tensor], grads: Sequence[Tensor], totals: Sequence[Tensor], lr: float, eps: float
+) -> None:
     """Step tables that :func:`takes` takes, in place.
 
     Args:
