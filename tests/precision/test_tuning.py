@@ -49,6 +49,20 @@ def choose(question=QUESTION):
     return tuning.choose(DEVICE, [(question, USUAL)], lambda tiles: lambda: None)
 
 
+def test_a_cast_that_sums_has_questions_of_its_own_and_others_ask_what_they_asked():
+    pytest.importorskip("triton")
+    from narrowgate.precision.kernels.launch import Operand, _Cast
+    from narrowgate.precision.spec import Spec
+
+    def layouts(*, summed: bool) -> list[str]:
+        x, rows = torch.empty(256, 512, dtype=torch.bfloat16, device="meta"), Operand(Spec.parse("fp8_e4m3/row"))
+        cast = _Cast(Program.parse(IDENTITY), [x], rows, None, False, None, False, None, summed)
+        return [question.layout for question, _ in cast.questions]
+
+    assert layouts(summed=False) == ["aligned even"] * 2
+    assert layouts(summed=True) == ["aligned even summed"] * 2
+
+
 def test_what_is_measured_once_is_known_to_the_next_process(cache):
     folder, asked = cache
     best = QUESTION.candidates(USUAL)[2]
