@@ -128,6 +128,21 @@ def test_codes_scale_history_and_weight_are_those_of_a_step_and_a_cast(shape, dt
 
 
 @kernel_test
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(1024, 64), (600, 200)])  # of sixteen tiles a program, all whole and not
+def test_programs_of_a_large_weight_take_many_tiles_each(shape, dtype, monkeypatch):
+    from narrowgate.precision.kernels import adam_codes
+
+    monkeypatch.setattr(adam_codes, "_PROGRAMS", 1)
+    both = Both(shape, dtype)
+    both.held(1.0, 0.5, 0.25)
+    for _ in range(2):
+        both.step()
+        both.check()
+    assert both.histories[0].saturated > 0
+
+
+@kernel_test
 @pytest.mark.parametrize(
     ("entries", "pending"),
     [((3.0, 0.5, 1.0), -1.0), ((0.5, 1.0, 3.0), 2.0), ((0.5, 1.0, 3.0), 0.0), ((0.0, 0.0, 0.0), 1.5)],
