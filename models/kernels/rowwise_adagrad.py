@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...precision.kernels.device import current_for
+
 #: Elements of a program, and its warps: 32 a thread.
 _TILE, _WARPS = 4096, 4
 #: Wider rows than this are not held by one program.
@@ -105,7 +107,7 @@ def step_tables(
         # From pinned memory the copy waits for nothing that the device has yet to do.
         described = torch.tensor(facts + firsts, dtype=torch.int64, pin_memory=device.type == "cuda")
         described = described.to(device, non_blocking=True)
-        with torch.cuda.device(device if device.type == "cuda" else -1):
+        with current_for(weights[0]):
             rowwise_adagrad_kernel[(programs,)](
                 described, described[len(facts) :], lr, eps,
                 WIDTH=width, PADDED=padded, ROWS=rows, TABLES=several, ALIGNED=addresses % 16 == 0, num_warps=_WARPS,

@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .device import current_for
+
 #: Elements a program takes: eight a thread, as many as one counter of Philox serves.
 _BLOCK, _WARPS = 1024, 4
 _INTERPRETED = triton.knobs.runtime.interpret
@@ -98,8 +100,7 @@ def launch_adam(
     skip = tensors.offset % 8
     keys = coefficients if keys is None else keys
     scale, found = (coefficients if x is None else x for x in (grad_scale, found_inf))
-    # Triton launches on the current device.
-    with torch.cuda.device(tensors.parameter.device if tensors.parameter.is_cuda else -1):
+    with current_for(tensors.parameter):
         _adam[(triton.cdiv(count + skip, _BLOCK),)](
             tensors.parameter.detach(), tensors.grad.detach(), tensors.exp_avg, tensors.exp_avg_sq,
             coefficients, keys, scale, found, tensors.offset // 8, count,

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -24,6 +23,7 @@ from torch import Tensor
 from ..cast_operators import overflow
 from ..spec import Spec
 from .adam import AdamRule, AdamTensors, to_bf16, updated
+from .device import current_for
 from .rounding import NEAREST, magnitude_bits, multiplier_of, rounded_to, scale_of, tile_bits
 
 #: Rows and columns of a tile, the most tiles a program takes, and warps: eight elements a thread at a time, in 128
@@ -98,8 +98,7 @@ def launch_adam_codes(
     element = out.spec.fmt.element
     keys = coefficients if keys is None else keys
     scale, found = (coefficients if x is None else x for x in (grad_scale, found_inf))
-    # Triton launches on the current device.
-    with torch.cuda.device(tensors.parameter.device if tensors.parameter.is_cuda else -1):
+    with current_for(tensors.parameter):
         _adam_codes[(triton.cdiv(width, bn), triton.cdiv(count, bm * loop))](
             tensors.parameter.detach(), tensors.grad.detach(), tensors.exp_avg, tensors.exp_avg_sq,
             coefficients, keys, scale, found, count, width,

@@ -23,6 +23,7 @@ from ..stochastic import random_bits
 from . import tuning
 from .cast import amax_kernel, cast_kernel
 from .compiled import Launch, scale_launch, sums_launch
+from .device import current_for
 from .leaves import LeafLayout
 from .operands import NO_LIMIT, RMS_LIMIT, Operand, allocate, allocate_codes, sizes
 from .partials import SUMMED_PIECES, partial_rows
@@ -388,11 +389,13 @@ def launch_cast(
         def make(tiles: Mapping[str, tuning.Tile] | None = None) -> _Cast:
             return _Cast(Program.parse(program), leaves, rows, columns, same, length, recording, tiles, summed)
 
-        found, final = _tuned(make, leaves, (limits, keys, bits), state)
+        with current_for(leaves[0]):
+            found, final = _tuned(make, leaves, (limits, keys, bits), state)
         if final:
             _casts[key] = found
     _last[:] = [found]
-    return found.run(leaves, limits, keys, bits, state, into)
+    with current_for(leaves[0]):
+        return found.run(leaves, limits, keys, bits, state, into)
 
 
 def last_tiles() -> dict[str, tuning.Tile]:

@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .device import current_for
+
 #: By the addresses of histories and of what is pending: they, on the device.
 _tables: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}
 #: Tables that are kept: more than a process has models and lengths of histories.
@@ -75,7 +77,7 @@ def roll_in_one(histories: Sequence[Tensor], pending: Sequence[Tensor], nothing:
             _tables.clear()
         table = torch.tensor(addresses, dtype=torch.int64).to(device)
         _tables[device, addresses] = table
-    with torch.cuda.device(device if device.type == "cuda" else -1):
+    with current_for(histories[0]):
         roll_kernel[(len(pairs),)](table, length, nothing, PADDED=triton.next_power_of_2(length), num_warps=1)
     _launched.add((device, length))
     # Nothing else tells who looks at version counters that these were written.

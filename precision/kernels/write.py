@@ -20,6 +20,7 @@ from torch import Tensor
 from ..cast_operators import matrix
 from .cast import inside_of
 from .compiled import Launch
+from .device import current_for
 from .launch import CACHED, CAST_TILE
 from .leaves import LeafLayout
 from .program import Program, tile_function
@@ -85,4 +86,5 @@ def launch_write(leaves: Sequence[Tensor], program: str) -> Tensor:
         if len(_writes) >= CACHED:
             _writes.clear()
         found = _writes[key] = _Write(Program.parse(program), leaves)
-    return found.run(leaves)
+    with current_for(leaves[0]):
+        return found.run(leaves)
