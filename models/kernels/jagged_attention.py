@@ -4,7 +4,8 @@ A program takes one tile of queries (``attention_forward_kernel``, ``attention_q
 (``attention_key_gradient_kernel``) of one row and head, and walks over the tiles of the other side that it may see: no
 padding, no tile outside of the causal range or the window, no atomic addition, the same bits every run. Backward
 computes the scores anew in both of its kernels, seven products in all where atomic additions would need five; nothing
-of the size of the scores is ever in memory.
+of the size of the scores is ever in memory. Rows that one tile holds have kernels of their own
+(:mod:`narrowgate.models.kernels.jagged_rows`).
 
 With UNIT, queries and keys are divided by their root mean square without being written anew: a score is q·k over both,
 so the products take the tokens as they lie, and what they give is multiplied by the inverses. Those of keys come from

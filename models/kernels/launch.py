@@ -18,6 +18,7 @@ from .jagged_attention import (
     attention_key_gradient_kernel,
     attention_query_gradient_kernel,
 )
+from .jagged_rows import attention_row_backward_kernel, attention_row_forward_kernel
 from .reference import Biases, Rules
 
 
@@ -44,6 +45,11 @@ SHORT = 256
 #: FP32 is multiplied outside of the matrix units, from registers.
 FP32_TILES = Tiles(16, 16, 4, 1)
 _LEAST = 16
+#: Rows with up to this many queries and keys are one tile, which a program does alone (``jagged_rows``); FP32 as many
+#: as ``FP32_TILES`` hold.
+ROW = 64
+#: Registers of a thread there: of four warps each, four programs fit a multiprocessor forward and three backward.
+ROW_REGISTERS = {"forward": 128, "backward": 168}
 #: Rows' worth of programs that set to zero what lies behind the last row: up to one bound of a batch.
 SWEEPERS = 32
 #: Elements that a program of ``attention_inverse_rms_kernel`` reads.
@@ -66,21 +72,33 @@ def tiles_for(kernel: str, head: int, dtype: torch.dtype, rules: Rules, *, timed
     return Tiles(queries, keys, min(found.warps, 4) if own <= 64 else found.warps, found.stages)
 
 
+def by_row(dtype: torch.dtype, rules: Rules) -> bool:
+    """Return whether a program does all of a row and head; else tiles of queries and of keys have their own."""
+    return max(rules.max_q, rules.max_kv) <= (min(ROW, FP32_TILES.queries) if dtype is torch.float32 else ROW)
+
+
 def launch_forward(
     q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, rules: Rules, biases: Biases
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what :func:`narrowgate.models.kernels.reference.reference_forward` does, and what backward needs of it.
 
     Returns:
-        [Tq, H, dh]; and with ``rules.eps`` the inverse root mean squares, FP32, of the queries that count [Tq, H] and
-        of all keys [Tk, H], else two empty tensors.
+        [Tq, H, dh]; and with ``rules.eps`` the inverse root mean squares, FP32, of queries [Tq, H] and keys [Tk, H], of
+        those at least that backward reads, else two empty tensors.
     """
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     inverses = _inverses(q, k, rules)
+    tensors, strides = (q, k, v, out, *inverses, *_given(biases, q), q_offsets, kv_offsets), _strides(q, k, v)
+    if by_row(q.dtype, rules):
+        if q.numel():
+            _launch_rows(
+                attention_row_forward_kernel, "forward", tensors, strides, q, k, q_offsets, rules, biases,
+                eps=rules.eps or 0.0,
+            )  # fmt: skip
+        return out, *inverses
     if rules.eps is not None:
         _launch_inverse(k, inverses[1], rules.eps)
     tiles = tiles_for("forward", q.shape[2], q.dtype, rules)
-    tensors, strides = (q, k, v, out, *inverses, *_given(biases, q), q_offsets, kv_offsets), _strides(q, k, v)
     _launch(
         attention_forward_kernel, tiles, tensors, strides, q, k, q_offsets, rules, biases, of_keys=False,
         eps=rules.eps or 0.0,
@@ -114,13 +132,21 @@ def launch_backward(
     strides = _strides(q, k, v, grad)
     inputs, others = (q, k, v, grad), (*inverses, *_given(biases, q), q_offsets, kv_offsets)
     tiles = tiles_for("query_gradient", q.shape[2], q.dtype, rules, timed=biases.by_time is not None)
+    alone = by_row(q.dtype, rules)
     # A part of each program, added up in their order: the same bits every run.
-    programs = (q_offsets.shape[0] - 1 + SWEEPERS, q.shape[1], triton.cdiv(rules.max_q, tiles.queries))
+    programs = (q_offsets.shape[0] - 1 + SWEEPERS, q.shape[1], 1 if alone else triton.cdiv(rules.max_q, tiles.queries))
     parts = [
         None if table is None else torch.zeros((*programs, table.shape[1]), dtype=torch.float32, device=q.device)
         for table in (biases.by_distance, biases.by_time)
     ]
-    tensors = (*inputs, of_q, *(q if part is None else part for part in parts), *others)
+    of_tables = [q if part is None else part for part in parts]
+    if alone:
+        if q.numel() or k.numel():
+            tensors = (*inputs, *into, *of_tables, *others)
+            places = [*strides, *(x.stride(0) for x in into)]
+            _launch_rows(attention_row_backward_kernel, "backward", tensors, places, q, k, q_offsets, rules, biases)
+        return [part.sum((0, 2)) for part in parts if part is not None]
+    tensors = (*inputs, of_q, *of_tables, *others)
     places = [*strides, of_q.stride(0)]
     _launch(attention_query_gradient_kernel, tiles, tensors, places, q, k, q_offsets, rules, biases, of_keys=False)
     tiles = tiles_for("key_gradient", q.shape[2], q.dtype, rules)
@@ -156,19 +182,46 @@ def _launch(
     kernel: Any, tiles: Tiles, tensors: Any, strides: Any, q: Tensor, k: Tensor, offsets: Tensor, rules: Rules,
     biases: Biases, *, of_keys: bool, **more: Any,
 ) -> None:  # fmt: skip
-    rows, heads, head = offsets.shape[0] - 1, q.shape[1], q.shape[2]
+    rows, heads = offsets.shape[0] - 1, q.shape[1]
     owner, longest, size = (k, rules.max_kv, tiles.keys) if of_keys else (q, rules.max_q, tiles.queries)
     if not owner.numel():
         return
     count = triton.cdiv(longest, size)
     # More rows than there are: what lies behind the last one is set to zero.
     kernel[(count * heads * (rows + SWEEPERS),)](
-        *tensors, *strides, rows, SWEEPERS, q.shape[0], k.shape[0], count, rules.max_q, rules.max_kv, rules.scale,
-        1 / rules.norm, rules.window, rules.n_summary, **more, ACTIVATION=rules.activation, CAUSAL=rules.causal,
-        WINDOWED=rules.window > 0, UNIT=rules.eps is not None, REACH=_width(biases.by_distance),
-        BUCKETS=_width(biases.by_time), HEADS=heads, DH=head, BD=max(_LEAST, triton.next_power_of_2(head)),
-        BM=tiles.queries, BN=tiles.keys, PRECISION="ieee", num_warps=tiles.warps, num_stages=tiles.stages,
+        *tensors, *strides, rows, SWEEPERS, q.shape[0], k.shape[0], count, *_numbers(rules), **more,
+        **_constants(q, rules, biases), BM=tiles.queries, BN=tiles.keys, num_warps=tiles.warps,
+        num_stages=tiles.stages,
     )  # fmt: skip
+
+
+def _launch_rows(
+    kernel: Any, name: str, tensors: Any, strides: Any, q: Tensor, k: Tensor, offsets: Tensor, rules: Rules,
+    biases: Biases, **more: Any,
+) -> None:  # fmt: skip
+    rows = offsets.shape[0] - 1
+    queries, keys = (max(_LEAST, triton.next_power_of_2(n)) for n in (rules.max_q, rules.max_kv))
+    # Biases take what there is.
+    plain = biases.by_distance is None and biases.by_time is None
+    kernel[(q.shape[1] * (rows + SWEEPERS),)](
+        *tensors, *strides, rows, SWEEPERS, q.shape[0], k.shape[0], *_numbers(rules), **more,
+        **_constants(q, rules, biases), BM=queries, BN=keys, num_warps=4, num_stages=1,
+        maxnreg=ROW_REGISTERS[name] if plain else None,
+    )  # fmt: skip
+
+
+def _numbers(rules: Rules) -> tuple[int | float, ...]:
+    return rules.max_q, rules.max_kv, rules.scale, 1 / rules.norm, rules.window, rules.n_summary
+
+
+def _constants(q: Tensor, rules: Rules, biases: Biases) -> dict[str, Any]:
+    """What kernels are compiled for, but for their tiles."""
+    heads, head = q.shape[1:]
+    return {
+        "ACTIVATION": rules.activation, "CAUSAL": rules.causal, "WINDOWED": rules.window > 0,
+        "UNIT": rules.eps is not None, "REACH": _width(biases.by_distance), "BUCKETS": _width(biases.by_time),
+        "HEADS": heads, "DH": head, "BD": max(_LEAST, triton.next_power_of_2(head)), "PRECISION": "ieee",
+    }  # fmt: skip
 
 
 def _width(table: Tensor | None) -> int:

@@ -18,16 +18,39 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 kernel_test = pytest.mark.skipif(False, reason="runs here") if INTERPRETED else pytest.mark.gpu
 
 
-@pytest.fixture
-def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through the interpreter tiles are small, so that short rows are several of them."""
-    if INTERPRETED:
-        from narrowgate.models.kernels import launch
+@pytest.fixture(params=["tiles", "rows"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A program for each tile, or for each row; what kernels do not write is no number.
 
+    Through the interpreter tiles are small, so that short rows are several of them.
+    """
+    from narrowgate.models.kernels import launch
+
+    def refuse(kernel: Any, *_: Any, **__: Any) -> None:
+        raise AssertionError(f"{kernel} is not of the {request.param}")
+
+    monkeypatch.setattr(launch, "_launch" if request.param == "rows" else "_launch_rows", refuse)
+    if request.param == "tiles":
+        monkeypatch.setattr(launch, "ROW", 0)
+    if INTERPRETED:
         monkeypatch.setattr(launch, "SWEEPERS", 2)
         sizes = {"forward": (16, 32), "query_gradient": (32, 16), "key_gradient": (16, 16)}
         for name, (queries, keys) in sizes.items():
             monkeypatch.setitem(launch.TILES, name, (launch.Tiles(queries, keys, 4, 1),) * 3)
+    allocate = torch.empty
+
+    def poisoned(*sizes: Any, **kind: Any) -> torch.Tensor:
+        x = allocate(*sizes, **kind)
+        return x.fill_(torch.nan) if x.is_floating_point() else x
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+    return request.param
+
+
+def within(lengths: list[int], way: str, dtype: torch.dtype) -> list[int]:
+    """Lengths that the way takes, by the longest row of a program for the type."""
+    most = 16 if dtype is torch.float32 else 64
+    return lengths if way == "tiles" else [n if n <= most else n % (most + 1) for n in lengths]
 
 
 #: Lengths past several tiles of either size; empty queries, empty keys, both empty.
@@ -54,9 +77,12 @@ def moments(count: int) -> torch.Tensor:
 
 
 def check(
-    queries: list[int], keys: list[int], dtype: torch.dtype, head: int, activation: str = "silu", *, reach: int = 0,
-    buckets: int = 0, **rules: Any,
+    way: str, queries: list[int], keys: list[int], dtype: torch.dtype, head: int, activation: str = "silu", *,
+    reach: int = 0, buckets: int = 0, **rules: Any,
 ) -> None:  # fmt: skip
+    """Compare all results with the reference's; rows are cut to what the way takes but where rules bound them."""
+    if "max_q" not in rules:
+        queries, keys = within(queries, way, dtype), within(keys, way, dtype)
     made = Rules(**{
         "max_q": max(queries), "max_kv": max(keys), "activation": activation, "scale": head**-0.5, "norm": 7.0, **rules
     })  # fmt: skip
@@ -111,42 +137,42 @@ def check(
 @kernel_test
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES)
-def test_kernels_equal_the_reference(case: str, dtype: torch.dtype, small_tiles: None) -> None:
+def test_kernels_equal_the_reference(case: str, dtype: torch.dtype, way: str) -> None:
     queries, keys, rules = CASES[case]
-    check(queries, keys, dtype, 16 if INTERPRETED else 128, **rules)
+    check(way, queries, keys, dtype, 16 if INTERPRETED else 128, **rules)
 
 
 @kernel_test
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES)
-def test_kernels_divide_by_the_root_mean_square(case: str, dtype: torch.dtype, small_tiles: None) -> None:
+def test_kernels_divide_by_the_root_mean_square(case: str, dtype: torch.dtype, way: str) -> None:
     queries, keys, rules = CASES[case]
-    check(queries, keys, dtype, 16 if INTERPRETED else 128, eps=1e-2, **rules)
+    check(way, queries, keys, dtype, 16 if INTERPRETED else 128, eps=1e-2, **rules)
 
 
 @kernel_test
 @pytest.mark.parametrize("reach", [1, 4, 16 if INTERPRETED else 256])
 @pytest.mark.parametrize("case", [name for name, (_, _, rules) in CASES.items() if rules])
-def test_kernels_add_a_bias_of_distance(case: str, reach: int, small_tiles: None) -> None:
+def test_kernels_add_a_bias_of_distance(case: str, reach: int, way: str) -> None:
     queries, keys, rules = CASES[case]
     # A window shows no distances past it but to the closing queries, which see all of a row.
-    if reach > max(keys):
+    if reach > max(within(keys, way, DTYPES[-1])):
         pytest.skip("no row is so long")
-    check(queries, keys, DTYPES[-1], 16 if INTERPRETED else 128, reach=reach, eps=1e-2, **rules)
+    check(way, queries, keys, DTYPES[-1], 16 if INTERPRETED else 128, reach=reach, eps=1e-2, **rules)
 
 
 @kernel_test
 @pytest.mark.parametrize(("buckets", "reach"), [(32, 0), (64, 4)])
 @pytest.mark.parametrize("case", [name for name, (_, _, rules) in CASES.items() if rules])
-def test_kernels_add_a_bias_of_time(case: str, buckets: int, reach: int, small_tiles: None) -> None:
+def test_kernels_add_a_bias_of_time(case: str, buckets: int, reach: int, way: str) -> None:
     queries, keys, rules = CASES[case]
     # Short rows of queries keep some that have a bias.
     rules = {**rules, "n_summary": 1 if "aligned" in case else 2}
-    check(queries, keys, DTYPES[-1], 16 if INTERPRETED else 128, buckets=buckets, reach=reach, eps=1e-2, **rules)
+    check(way, queries, keys, DTYPES[-1], 16 if INTERPRETED else 128, buckets=buckets, reach=reach, eps=1e-2, **rules)
 
 
 @kernel_test
-def test_kernels_take_a_time_difference_for_its_bit_length(small_tiles: None) -> None:
+def test_kernels_take_a_time_difference_for_its_bit_length(way: str) -> None:
     # A row of two events for each difference; ReLU of the bias alone is what the second one sees of the first.
     apart = [2**n + d for n in range(62) for d in (-1, 0, 1)]
     times = torch.tensor([[1000, 1000 - n] for n in apart]).flatten().to(DEVICE)
@@ -160,25 +186,69 @@ def test_kernels_take_a_time_difference_for_its_bit_length(small_tiles: None) ->
 
 @kernel_test
 @pytest.mark.parametrize("activation", list(ACTIVATIONS))
-def test_kernels_know_every_activation(activation: str, small_tiles: None) -> None:
-    check(SHORT, SHORT, DTYPES[-1], 16, activation)
+def test_kernels_know_every_activation(activation: str, way: str) -> None:
+    check(way, SHORT, SHORT, DTYPES[-1], 16, activation)
 
 
 @kernel_test
 @pytest.mark.parametrize("head", [4, 20] if INTERPRETED else [4, 20, 32, 64, 96])
-def test_heads_of_any_width(head: int, small_tiles: None) -> None:
-    check(SHORT, SHORT, DTYPES[-1], head, causal=True)
-    check(SHORT, SHORT, DTYPES[-1], head, causal=True, eps=1e-2)
+def test_heads_of_any_width(head: int, way: str) -> None:
+    check(way, SHORT, SHORT, DTYPES[-1], head, causal=True)
+    check(way, SHORT, SHORT, DTYPES[-1], head, causal=True, eps=1e-2)
 
 
 @kernel_test
-def test_rows_longer_than_the_bound_count_by_their_latest_tokens(small_tiles: None) -> None:
-    check(LONG, LONG, torch.float32, 16, max_q=18, max_kv=18, causal=True, window=5, n_summary=1)
-    check(LONG, LONG, torch.float32, 16, max_q=18, max_kv=18, causal=True, eps=1e-2)
+def test_rows_longer_than_the_bound_count_by_their_latest_tokens(way: str) -> None:
+    bound = 18 if way == "tiles" else 7
+    for given in ({"window": 5, "n_summary": 1}, {"eps": 1e-2}):
+        for dtype in (torch.float32, DTYPES[-1]):
+            check(way, LONG, LONG, dtype, 16, max_q=bound, max_kv=bound, causal=True, **given)
+            check(way, LONG, SHORT, dtype, 16, max_q=bound, max_kv=5, **given | {"window": 0})
 
 
 @kernel_test
-def test_no_rows_at_all(small_tiles: None) -> None:
+@pytest.mark.parametrize("causal", [False, True])
+def test_both_ways_agree(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from narrowgate.models.kernels import launch
+
+    head, dtype = 16 if INTERPRETED else 128, DTYPES[-1]
+    queries, keys = within(LONG, "rows", dtype), within(SHORT if causal else LONG, "rows", dtype)
+    at, at_keys = offsets(queries).to(DEVICE), offsets(keys).to(DEVICE)
+    rules = Rules(max(queries), max(keys), "silu", head**-0.5, 7.0, causal=causal, eps=1e-6)
+    sources = [
+        torch.randn(sum(n), width * 2 * head, device=DEVICE, dtype=dtype, requires_grad=True)
+        for n, width in ((queries, 1), (keys, 2))
+    ]
+    above = torch.randn(sum(queries), 2 * head, device=DEVICE, dtype=dtype)
+    found = []
+    for most in (launch.ROW, 0):
+        monkeypatch.setattr(launch, "ROW", most)
+        out = jagged_attention(sources, at, at_keys, rules, heads=2, layout="q|kv")
+        found.append([out.detach(), *torch.autograd.grad(out, sources, above)])
+    for a, b in zip(*found, strict=True):
+        # Less than what rounding of a narrow type leaves them from the truth.
+        assert (a - b).abs().max() <= NEAR[dtype] / 2 * b.abs().max()
+
+
+@kernel_test
+def test_a_row_without_keys_gets_zeros_whatever_its_queries_are(way: str) -> None:
+    q, kv = torch.full((3, 32), torch.inf, device=DEVICE), torch.full((2, 64), torch.inf, device=DEVICE)
+    q, kv = q.requires_grad_(), kv.requires_grad_()
+    first, second = torch.tensor([0, 3, 3], device=DEVICE), torch.tensor([0, 0, 2], device=DEVICE)
+    rules = Rules(8, 8, "silu", 1.0, 1.0)
+    out = jagged_attention([q, kv], first, second, rules, heads=2, layout="q|kv")
+    for x in (out, *torch.autograd.grad(out, [q, kv], torch.full_like(out, torch.inf))):
+        assert torch.equal(x, torch.zeros_like(x))
+
+
+@kernel_test
+def test_no_eps_is_as_good_as_one(way: str) -> None:
+    # Every query meets the places behind the last key, whose root mean square is zero then.
+    check(way, LONG, LONG, DTYPES[-1], 16, eps=0.0)
+
+
+@kernel_test
+def test_no_rows_at_all(way: str) -> None:
     x = torch.randn(4, 32, device=DEVICE, requires_grad=True)
     at = torch.zeros(1, dtype=torch.int64, device=DEVICE)
     for eps in (None, 1e-6):
@@ -193,11 +263,13 @@ def test_no_rows_at_all(small_tiles: None) -> None:
 
 @kernel_test
 @pytest.mark.skipif(INTERPRETED, reason="compares launches of a GPU")
-def test_kernels_repeat_to_the_bit(small_tiles: None) -> None:
-    x = torch.randn(sum(LONG), 3 * 128, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
-    at, rules = offsets(LONG).to(DEVICE), Rules(max(LONG), max(LONG), "silu", 0.125, 9.0, causal=True, eps=1e-6)
+def test_kernels_repeat_to_the_bit(way: str) -> None:
+    lengths = within(LONG, way, torch.bfloat16)
+    x = torch.randn(sum(lengths), 3 * 128, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    most, at = max(lengths), offsets(lengths).to(DEVICE)
+    rules = Rules(most, most, "silu", 0.125, 9.0, causal=True, eps=1e-6)
     tables = [torch.randn(2, n, device=DEVICE, requires_grad=True) for n in (64, 32)]
-    times = moments(sum(LONG)).to(DEVICE)
+    times = moments(sum(lengths)).to(DEVICE)
     runs = []
     for bias, time_bias in ((None, None), tables) * 3:
         given = {} if bias is None else {"bias": bias, "times": times, "time_bias": time_bias}
@@ -209,9 +281,11 @@ def test_kernels_repeat_to_the_bit(small_tiles: None) -> None:
 
 @kernel_test
 @pytest.mark.parametrize("head", [3, 16])
-def test_kernels_leave_a_gate_alone(head: int, small_tiles: None) -> None:
-    at, rules = offsets(SHORT).to(DEVICE), Rules(max(SHORT), max(SHORT), "silu", 0.7, 3.0, causal=True, eps=1e-3)
-    uvqk = torch.randn(sum(SHORT) + DEAD, 8 * head, device=DEVICE, dtype=DTYPES[-1], requires_grad=True)
+def test_kernels_leave_a_gate_alone(head: int, way: str) -> None:
+    lengths = within(SHORT, way, DTYPES[-1])
+    most, at = max(lengths), offsets(lengths).to(DEVICE)
+    rules = Rules(most, most, "silu", 0.7, 3.0, causal=True, eps=1e-3)
+    uvqk = torch.randn(sum(lengths) + DEAD, 8 * head, device=DEVICE, dtype=DTYPES[-1], requires_grad=True)
     gate, out = gated_jagged_attention(uvqk, at, rules, heads=2)
     assert torch.equal(gate, uvqk[:, : 2 * head])
     above = torch.randn_like(gate)
