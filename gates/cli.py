@@ -201,7 +201,9 @@ def bench(
     benchmarks: Annotated[
         Optional[list[str]],  # noqa: UP045
         typer.Argument(
-            metavar="[casts|gemms|mlp]...", help="What to measure [default: all].", autocompletion=benchmark_names
+            metavar="[casts|gemms|mlp|optimizer]...",
+            help="What to measure [default: all].",
+            autocompletion=benchmark_names,
         ),
     ] = None,
     case: Annotated[
@@ -227,9 +229,9 @@ def bench(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Time cast kernels, products and MLP blocks against BF16 and installed peers, all in turns in one run.
+    """Time cast kernels, products, MLP blocks and optimizer steps against BF16 or FP32 and installed peers, in turns.
 
-    Exit code 4: a kernel's codes are not the reference's, or a row moves more bytes than a copy can.
+    Exit code 4: results are not what they must equal, or a row moves more bytes than the memory can.
 
     Example: narrowgate bench casts --case 'swiglu*' --out casts.json
     """

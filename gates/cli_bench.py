@@ -1,4 +1,4 @@
-"""The command ``bench``: kernels, products and modules against BF16 and installed peers."""
+"""The command ``bench``: kernels, products, modules and optimizer steps against BF16 and installed peers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..precision.errors import NarrowgateError, did_you_mean
 from . import exits
 from .files import check_writable, write_together
 
-BENCHMARKS = ("casts", "gemms", "mlp")
+BENCHMARKS = ("casts", "gemms", "mlp", "optimizer")
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from .agreement import CODE_SHARE, CODE_STEPS, SCALE_TOLERANCE
 from .casts import cast_faults, measure_casts
 from .gemms import measure_gemms
 from .mlp import measure_mlp
+from .optimizer import TABLE_TOLERANCE, UPDATE_TOLERANCE, measure_optimizer, optimizer_faults
 from .timing import Say, copy_bandwidth, document
 
 Row = dict[str, Any]
@@ -63,7 +64,7 @@ class Found:
 
 
 def run_benchmark(name: str, settings: Settings, command: str) -> Found:
-    """Run ``casts``, ``gemms`` or ``mlp``.
+    """Run ``casts``, ``gemms``, ``mlp`` or ``optimizer``.
 
     Raises:
         NarrowgateError: no case matches what was asked for.
@@ -90,6 +91,16 @@ def _run(name: str, settings: Settings, command: str) -> Found:
         facts = {"tolerance": {"codes": CODE_SHARE, "steps": CODE_STEPS, "scale": SCALE_TOLERANCE}}
     elif name == "gemms":
         rows = measure_gemms(device=device, say=settings.say, quick=settings.quick, wanted=settings.wanted)
+    elif name == "optimizer":
+        rows = measure_optimizer(
+            device=device,
+            rounds=settings.turns(9, 5),
+            say=settings.say,
+            quick=settings.quick,
+            wanted=settings.wanted,
+        )
+        faults = optimizer_faults(rows)
+        facts = {"tolerance": {"update": UPDATE_TOLERANCE, "table": TABLE_TOLERANCE}}
     else:
         rate = copy_bandwidth(device) if device.type == "cuda" else 0.0
         facts = {"copy_tbs": round(rate, 3) if rate else None}
@@ -170,6 +181,17 @@ COLUMNS = {
         Column("MiB", _number("activation_mib", ".0f")),
         _NATIVE,
     ),
+    "optimizer": (
+        *_WHAT,
+        Column("ms", _number("ms", ".3f")),
+        Column("speedup", _number("speedup", ".2f")),
+        Column("bytes", _number("bytes_per_element", ".2f")),
+        Column("TB/s", _number("tb_per_s", ".2f")),
+        Column("of copy", _number("copy_share", ".1%")),
+        Column("host ms", _number("host_ms", ".3f")),
+        Column("correct", _correct),
+        _NATIVE,
+    ),
 }
 #: What documents are called, as committed results are.
-_DOCUMENTS = {"casts": "casts", "gemms": "gemms", "mlp": "mlp_blocks"}
+_DOCUMENTS = {"casts": "casts", "gemms": "gemms", "mlp": "mlp_blocks", "optimizer": "optimizer"}
