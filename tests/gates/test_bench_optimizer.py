@@ -284,6 +284,23 @@ def test_kernels_are_right_in_the_interpreter():
     assert [row["codes_written"] for row in rows] == [None, None, 1, None]
 
 
+@pytest.mark.skipif(not kernels_on_cpu(), reason="needs Triton's interpreter")
+def test_codes_of_the_pass_that_are_not_the_casts_are_not_correct(monkeypatch):
+    right = CastArm.codes
+
+    def wrong(self: CastArm) -> list[torch.Tensor]:
+        codes, *rest = right(self)
+        codes = codes.clone()
+        codes.view(torch.uint8)[3, 5] ^= 1
+        return [codes, *rest]
+
+    monkeypatch.setattr(CastArm, "codes", wrong)
+    of = problem((N, K))
+    facts = checked(list(adam_arms(of, peers=False, say=silent)), of)
+    assert facts["narrowgate bf16, codes"]["bits_differ"] == 1
+    assert [fact["correct"] for fact in facts.values()] == [None, True, False, True]
+
+
 @pytest.mark.gpu
 def test_steps_on_a_gpu_are_right_and_slower_than_the_memory():
     device = torch.device("cuda", torch.cuda.current_device())
