@@ -12,6 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
+from ...precision.kernels.device import current_for
 from .jagged_attention import (
     attention_forward_kernel,
     attention_inverse_rms_kernel,
@@ -173,9 +174,10 @@ def _launch_inverse(x: Tensor, inverse: Tensor, eps: float) -> None:
     if x.numel():
         width = max(_LEAST, triton.next_power_of_2(head))
         block = max(1, _INVERSE_ELEMENTS // width)
-        attention_inverse_rms_kernel[(triton.cdiv(tokens * heads, block),)](
-            x, inverse, *_strides(x), tokens, eps, HEADS=heads, DH=head, BD=width, BLOCK=block, num_warps=4
-        )
+        with current_for(x):
+            attention_inverse_rms_kernel[(triton.cdiv(tokens * heads, block),)](
+                x, inverse, *_strides(x), tokens, eps, HEADS=heads, DH=head, BD=width, BLOCK=block, num_warps=4
+            )
 
 
 def _launch(
@@ -188,11 +190,12 @@ def _launch(
         return
     count = triton.cdiv(longest, size)
     # More rows than there are: what lies behind the last one is set to zero.
-    kernel[(count * heads * (rows + SWEEPERS),)](
-        *tensors, *strides, rows, SWEEPERS, q.shape[0], k.shape[0], count, *_numbers(rules), **more,
-        **_constants(q, rules, biases), BM=tiles.queries, BN=tiles.keys, num_warps=tiles.warps,
-        num_stages=tiles.stages,
-    )  # fmt: skip
+    with current_for(q):
+        kernel[(count * heads * (rows + SWEEPERS),)](
+            *tensors, *strides, rows, SWEEPERS, q.shape[0], k.shape[0], count, *_numbers(rules), **more,
+            **_constants(q, rules, biases), BM=tiles.queries, BN=tiles.keys, num_warps=tiles.warps,
+            num_stages=tiles.stages,
+        )  # fmt: skip
 
 
 def _launch_rows(
@@ -203,11 +206,12 @@ def _launch_rows(
     queries, keys = (max(_LEAST, triton.next_power_of_2(n)) for n in (rules.max_q, rules.max_kv))
     # Biases take what there is.
     plain = biases.by_distance is None and biases.by_time is None
-    kernel[(q.shape[1] * (rows + SWEEPERS),)](
-        *tensors, *strides, rows, SWEEPERS, q.shape[0], k.shape[0], *_numbers(rules), **more,
-        **_constants(q, rules, biases), BM=queries, BN=keys, num_warps=4, num_stages=1,
-        maxnreg=ROW_REGISTERS[name] if plain else None,
-    )  # fmt: skip
+    with current_for(q):
+        kernel[(q.shape[1] * (rows + SWEEPERS),)](
+            *tensors, *strides, rows, SWEEPERS, q.shape[0], k.shape[0], *_numbers(rules), **more,
+            **_constants(q, rules, biases), BM=queries, BN=keys, num_warps=4, num_stages=1,
+            maxnreg=ROW_REGISTERS[name] if plain else None,
+        )  # fmt: skip
 
 
 def _numbers(rules: Rules) -> tuple[int | float, ...]:
