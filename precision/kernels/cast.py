@@ -23,7 +23,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .partials import NO_LIMIT, bound_of, of_rows, over_all
+from .partials import NO_LIMIT, bound_of, of_rows, over_all, with_sums
 from .rounding import (
     GIVEN_BITS,
     PHILOX,
@@ -116,13 +116,9 @@ def amax_kernel(
                 if BY_TENSOR:
                     larger = _larger(larger, _of_eight(v, BM, BN))
                 if SUMS:
-                    if PIECES <= 2 and p == 0:
-                        added += of_rows(v, SUMS, BM, BN)
-                    elif PIECES <= 2:
-                        added_too += of_rows(v, SUMS, BM, BN)
-                    else:
-                        part = (pid_m * LOOP + i).to(tl.int64) * PIECES + p
-                        tl.store(sums + part * N + n, tl.sum(of_rows(v, SUMS, BM, BN), 0), mask=inside_n)
+                    added, added_too = with_sums(
+                        added, added_too, v, sums, pid_m * LOOP + i, n, N, inside_n, p, PIECES, SUMS, BM, BN
+                    )
                 if SQUARES:
                     squares += sums_of_squares(v, BM, BN)
                 if BY_ROW:
@@ -215,13 +211,7 @@ def cast_kernel(
         for p in tl.static_range(PIECES):
             v = tl.where(inside, values[p], 0.0)
             if SUMS:
-                if PIECES <= 2 and p == 0:
-                    added += of_rows(v, SUMS, BM, BN)
-                elif PIECES <= 2:
-                    added_too += of_rows(v, SUMS, BM, BN)
-                else:
-                    part = tile_m.to(tl.int64) * PIECES + p
-                    tl.store(sums + part * N + n, tl.sum(of_rows(v, SUMS, BM, BN), 0), mask=inside_n)
+                added, added_too = with_sums(added, added_too, v, sums, tile_m, n, N, inside_n, p, PIECES, SUMS, BM, BN)
             first = p * N + pid_n * BN
             column = p * N + n
             turned_m = tile_m.to(tl.int64) * BM + tl.arange(0, BM)

@@ -72,6 +72,25 @@ def of_rows(x, ROWS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
+def with_sums(
+    added, added_too, x, sums, tile, n, N, inside, p: tl.constexpr, PIECES: tl.constexpr, ROWS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """The sums so far of both results [ROWS, BN] with those of ``x`` [BM, BN], result ``p`` of row ``tile`` of tiles.
+
+    Of more than two results side by side each tile leaves a row of its own, at columns ``n`` of N.
+    """
+    if PIECES <= 2 and p == 0:
+        added += of_rows(x, ROWS, BM, BN)
+    elif PIECES <= 2:
+        added_too += of_rows(x, ROWS, BM, BN)
+    else:
+        part = tile.to(tl.int64) * PIECES + p
+        tl.store(sums + part * N + n, tl.sum(of_rows(x, ROWS, BM, BN), 0), mask=inside)
+    return added, added_too
+
+
+@triton.jit
 def quantized_sums_kernel(partials, sums, parts, size, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     """Sums, FP32 [size], of partial sums [parts, size] over the rows of a matrix that is quantized."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
