@@ -125,11 +125,9 @@ def roll(histories: Sequence[AmaxHistory], group: ProcessGroup | None = None) ->
     if group is None and launches_on(histories[0].history):
         from .kernels.roll import roll_in_one
 
-        by_length = {
-            length: alike
-            for length, alike in by_length.items()
-            if not roll_in_one([h.history for h in alike], [h.pending for h in alike], _NOTHING)
-        }
+        for length, alike in list(by_length.items()):
+            if roll_in_one([h.history for h in alike], [h.pending for h in alike], _NOTHING):
+                del by_length[length]
         histories = [history for alike in by_length.values() for history in alike]
         if not histories:
             return

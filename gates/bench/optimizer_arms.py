@@ -161,6 +161,9 @@ class ApartArm(LoweredArm):
 class _LayersArm(LoweredArm):
     """Weights are those of lowered linear layers, with delayed scales that fprop and dgrad share."""
 
+    #: Of an element of these weights, beside the step's.
+    code_bytes: int
+
     def make(self) -> Optimizer:
         spec, other = Spec.parse(WEIGHT), Spec.parse("fp8_e4m3")
         forward, backward = GemmConfig(other, spec), GemmConfig(Spec.parse("fp8_e5m2"), spec)
@@ -179,17 +182,15 @@ class _LayersArm(LoweredArm):
         for layer, history in zip(self.layers, self.histories, strict=True):
             history.history[0] = layer.weight.detach().abs().amax()
 
-    def _extra(self) -> int:
-        raise NotImplementedError
-
     def bytes(self) -> float:
-        return super().bytes() + self._extra() * sum(layer.weight.numel() for layer in self.layers)
+        return super().bytes() + self.code_bytes * sum(layer.weight.numel() for layer in self.layers)
 
 
 class CodesArm(_LayersArm):
     """The pass writes the codes of weights, too; what it finds is entered as the first use of a step's codes does."""
 
     variant = "bf16, codes"
+    code_bytes = CODE_BYTES
 
     def make(self) -> Optimizer:
         """Return the optimizer, whose weights keep their codes where they are (not on a CPU)."""
@@ -220,14 +221,12 @@ class CodesArm(_LayersArm):
         every = sum(kept.passes == self.steps - 1 for kept in self.kept)
         return every, len(self.layers)
 
-    def _extra(self) -> int:
-        return CODE_BYTES
-
 
 class CastArm(_LayersArm):
     """The step, and then the cast kernel of each weight: what one pass competes with."""
 
     variant = "bf16 + cast"
+    code_bytes = CODE_BYTES + READ_BYTES
 
     def make(self) -> Optimizer:
         """Return the optimizer, which knows nothing of codes."""
@@ -249,9 +248,6 @@ class CastArm(_LayersArm):
     def codes(self) -> list[Tensor]:
         """What the casts returned."""
         return [x for found in self._codes for x in found]
-
-    def _extra(self) -> int:
-        return CODE_BYTES + READ_BYTES
 
 
 class TorchaoArm(Arm):

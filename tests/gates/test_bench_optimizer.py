@@ -29,7 +29,7 @@ from narrowgate.gates.bench.optimizer_arms import (
 from narrowgate.precision.cast_operators import kernels_on_cpu
 from narrowgate.precision.optimizer_state import lower_state, state_bytes
 
-from ..precision.test_optimizer_state_fused import reference
+from ..precision.test_adam_kernel import reference
 
 CPU = torch.device("cpu")
 SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_optimizer"

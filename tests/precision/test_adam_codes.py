@@ -5,7 +5,6 @@ Kernels run on a GPU or through Triton's interpreter (TRITON_INTERPRET=1).
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
@@ -14,37 +13,18 @@ from narrowgate.precision import AmaxHistory, Spec, weight_codes
 from narrowgate.precision.config import GemmConfig, LinearConfig
 from narrowgate.precision.delayed import roll
 from narrowgate.precision.weight_codes import WeightCodes
-from torch import Tensor, nn
+from torch import nn
 
-from .test_optimizer_state_fused import reference
+from .test_adam_kernel import DEVICE, kernel_test, reference, same
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
 #: Weights [N, K]: of several tiles and programs, none of a tile's size, and odd N, K no multiple of 16.
 SHAPES = [(64, 64), (128, 192), (33, 24), (1, 8), (37, 200), (65, 72)]
-
-
-def kernel_test(test: Any) -> Any:
-    """A test of the kernel itself: wherever that runs."""
-    return test if INTERPRETED else pytest.mark.gpu(test)
 
 
 def config(weight: str = "fp8_e4m3+delayed(3)", other: str = "fp8_e4m3+delayed(3)") -> LinearConfig:
     spec, dgrad = Spec.parse(weight), Spec.parse(other)
     row = Spec.parse("fp8_e4m3")
     return LinearConfig(GemmConfig(row, spec), GemmConfig(row, dgrad), GemmConfig(row, row))
-
-
-def same(a: Tensor, b: Tensor) -> None:
-    """The same bits, NaNs counted as one."""
-    assert (a.dtype, a.shape) == (b.dtype, b.shape)
-    if a.dtype.itemsize == 1:  # one conversion's NaN has a sign and another's has none
-        a, b = a.float(), b.float()
-    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.dtype.itemsize]
-    unequal = a.detach().view(integer) != b.detach().view(integer)
-    if a.dtype.is_floating_point:
-        unequal &= ~(a.isnan() & b.isnan())
-    assert not unequal.any(), f"{int(unequal.sum())} of {a.numel()} differ: {unequal.nonzero()[:3].tolist()}"
 
 
 class Both:

@@ -21,8 +21,8 @@ from narrowgate.recipes.recipe import OptimizerState
 from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
-from .test_adam_codes import DEVICE, INTERPRETED, config, kernel_test, same
-from .test_optimizer_state_fused import reference
+from .test_adam_codes import config
+from .test_adam_kernel import DEVICE, INTERPRETED, kernel_test, reference, same
 
 
 def model(device: str = DEVICE, weight: str = "fp8_e4m3+delayed(3)") -> nn.Sequential:

@@ -16,7 +16,7 @@ from narrowgate.precision import weight_codes
 from narrowgate.precision.layer import layer_state
 from torch import Tensor, nn
 
-from .test_adam_codes import DEVICE, kernel_test
+from .test_adam_kernel import DEVICE, kernel_test
 from .test_kept_codes import Run, assert_alike, casts, kept_of, model, plain_fp32_step
 from .test_weight_codes import batches, keep
 from .test_weight_codes import model as plain_model
