@@ -17,29 +17,28 @@ _VERSIONS = ("narrowgate", "python", "torch", "cuda", "driver", "triton")
 
 
 def main() -> None:
-    by_model: dict[str, list[dict[str, Any]]] = {}
+    by_model: dict[str, dict[str, dict[str, Any]]] = {}
     for path in sorted((_ROOT / "reports").glob("*/report.json")):
         report = json.loads(path.read_text(encoding="utf-8"))
-        by_model.setdefault(report["model"]["name"], []).append(report)
+        by_model.setdefault(report["model"]["name"], {})[path.parent.name] = report
     for model, reports in by_model.items():
-        machines = {report["environment"]["gpu"] for report in reports}
+        machines = {report["environment"]["gpu"] for report in reports.values()}
         if len(machines) != 1:
             raise SystemExit(f"{model}: expected reports of one machine, found {sorted(map(str, machines))}")
         name = f"gate_{model.replace('-', '_')}"
         result = {
             "name": name,
-            "date": max(report["environment"]["date"] for report in reports)[:10],
+            "date": max(report["environment"]["date"] for report in reports.values())[:10],
             "command": "python scripts/collect_gate_reports.py (the runs: benchmarks/reports/README.md)",
             "machine": machines.pop(),
-            "versions": {name: reports[0]["environment"][name] for name in _VERSIONS},
-            "rows": [row for report in reports for row in _rows(report)],
+            "versions": {name: next(iter(reports.values()))["environment"][name] for name in _VERSIONS},
+            "rows": [row for folder, report in reports.items() for row in _rows(folder, report)],
         }
         (_ROOT / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 
-def _rows(report: dict[str, Any]) -> list[dict[str, Any]]:
+def _rows(folder: str, report: dict[str, Any]) -> list[dict[str, Any]]:
     step = report["evidence"]["step"]["results"]["device_events"]
-    case = f"{report['model']['name']} on {report['data']['name']}"
     decided = {
         "verdict": report["verdict"],
         "seeds": report["statistics"]["n"],
@@ -51,9 +50,10 @@ def _rows(report: dict[str, Any]) -> list[dict[str, Any]]:
         },
     }
     recipe = report["recipe"]["name"]
+    run = {"report": folder, "case": f"{report['model']['name']} on {report['data']['name']}"}
     return [
-        {"case": case, "arm": "bf16", "variant": "bf16", "ms": step["baseline_ms"]},
-        {"case": case, "arm": "narrowgate", "variant": recipe, "ms": step["candidate_ms"], **decided},
+        {**run, "arm": "bf16", "variant": "bf16", "ms": step["baseline_ms"]},
+        {**run, "arm": "narrowgate", "variant": recipe, "ms": step["candidate_ms"], **decided},
     ]
 
 

@@ -118,7 +118,7 @@ def test_leaving_a_shape_out_predicts_it_within_the_documented_error():
 
 def test_prices_tell_the_losers_that_a_gate_measured_in_a_whole_model():
     """What docs/pricing.md says of them; the report is of another run than the rates."""
-    path = Path(__file__).parents[2] / "benchmarks" / "reports" / "gem-fp8_gem-small_ml-1m" / "report.json"
+    path = Path(__file__).parents[2] / "benchmarks" / "reports" / "gem-fp8-rows_gem-small_ml-1m" / "report.json"
     report = json.loads(path.read_text(encoding="utf-8"))
     layers = {layer["name"]: layer["paths"] for layer in report["recipe"]["plan"]["layers"]}
     operands = {"fprop": ("input", "weight"), "dgrad": ("grad", "weight"), "wgrad": ("grad", "input")}
