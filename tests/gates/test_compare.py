@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from narrowgate.gates.compare import compare, differences
 from narrowgate.gates.outputs import write_report
-from narrowgate.gates.report import Report
+from narrowgate.gates.report import Report, load_report
 
 
 def layer(name: str, **operands: str) -> dict[str, Any]:
@@ -140,6 +140,19 @@ def test_real_reports_compare(narrowgate) -> None:
     assert code == 0
     assert "their gates answer different questions" in out
     assert max(map(len, out.splitlines())) < 250
+
+
+def test_two_whole_runs_of_one_gate_agree_but_in_the_time_of_modules() -> None:
+    """As benchmarks/reports/README.md says: no interval over quartets holds what differs between processes."""
+    folder = Path(__file__).parents[2] / "benchmarks" / "reports"
+    name = "gem-fp8_gem-small_ml-1m"
+    found = compare(*(load_report(folder / run / "report.json") for run in (name, f"{name}_again")))
+    assert found.verdicts == ("reject", "reject")
+    assert found.same_recipe
+    assert (found.policy, found.task, found.warnings) == ((), (), ())
+    assert all(pair.a and pair.b and pair.a.status == pair.b.status for pair in found.gates)
+    apart = [pair.name for pair in found.gates if pair.intervals == "apart"]
+    assert apart == ["module_time"]
 
 
 @pytest.mark.parametrize(
