@@ -362,18 +362,13 @@ def main(argv: list[str] | None = None) -> NoReturn:
         code = app(arguments, prog_name="narrowgate", standalone_mode=False)
         sys.stdout.flush()
     except BrokenPipeError:
-        # Whoever read the output has enough of it (`| head`); nothing more can be said there.
-        sys.stdout = None  # type: ignore[assignment]
-        code = exits.FAILED
+        code = _unread()
     except (KeyboardInterrupt, typer.Abort):
         code = exits.INTERRUPTED
     except SystemExit as error:
         if _completes(arguments):  # the parser's own way to end there
             raise
-        # The code of a model that ends the process: its 0 would read as an acceptance.
-        from .model_state import RunError
-
-        code = _explain(RunError(f"the task's code ended the process by sys.exit({error.code!r})"))
+        code = _unread() if isinstance(error.__context__, BrokenPipeError) else _ended_by_task(error)
     except Exception as error:
         if debug:
             raise
@@ -386,6 +381,20 @@ def main(argv: list[str] | None = None) -> NoReturn:
 def _completes(arguments: list[str]) -> bool:
     """Return whether a shell asks for completions, or for the script that asks."""
     return "_NARROWGATE_COMPLETE" in os.environ or bool({"--install-completion", "--show-completion"} & {*arguments})
+
+
+def _unread() -> int:
+    """Stop writing to whoever closed the pipe (`| head`); return the exit code: nobody has been told the verdict."""
+    # The parser answers a closed pipe with 1, and so does an exception on the way out: that would read as a reject.
+    sys.stdout = None  # type: ignore[assignment]
+    return exits.FAILED
+
+
+def _ended_by_task(error: SystemExit) -> int:
+    """Explain the exit of a model that ends the process: its code 0 would read as an acceptance."""
+    from .model_state import RunError
+
+    return _explain(RunError(f"the task's code ended the process by sys.exit({error.code!r})"))
 
 
 def _explain(error: Exception) -> int:
@@ -408,5 +417,8 @@ def _explain(error: Exception) -> int:
 
 
 def _say(text: str, prefix: str = "narrowgate: ") -> None:
-    for line in text.splitlines():
-        print(f"{prefix}{line}", file=sys.stderr)
+    try:
+        for line in text.splitlines():
+            print(f"{prefix}{line}", file=sys.stderr)
+    except BrokenPipeError:
+        sys.stderr = None  # type: ignore[assignment]

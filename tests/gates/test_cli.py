@@ -248,3 +248,21 @@ def test_names_that_the_terminal_cannot_show_cost_no_verdict(room: Path) -> None
     command = [sys.executable, "-m", "narrowgate.gates", "validate", "größe.yaml"]
     ran = subprocess.run(command, env=environment, capture_output=True, check=False)
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, b"gr\\xf6\\xdfe.yaml: valid\n", b"")
+
+
+@pytest.mark.parametrize("with_errors", [False, True])
+@pytest.mark.parametrize(("command", "code"), [(["recipes"], 4), (["gate", "absent.yaml"], 2)])
+def test_output_that_nobody_reads_is_no_reject_and_blames_no_task(
+    room: Path, command: list[str], code: int, with_errors: bool
+) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    ran = subprocess.run(
+        [sys.executable, "-m", "narrowgate.gates", *command],
+        stdout=write,
+        stderr=write if with_errors else subprocess.PIPE,
+        check=False,
+    )
+    os.close(write)
+    assert ran.returncode == code
+    assert b"ended the process" not in (ran.stderr or b"")
