@@ -116,7 +116,9 @@ def _judge(
             direction="below",
             sign_flip_p=statistics.sign_flip_p(loss.differences, loss.margin) if estimate else None,
         )
-        told = tuple(Reason(code=code, text=text, gate=loss.gate, task=loss.task) for code, text in reasons)
+        told = tuple(
+            Reason(code=code, text=text, gate=loss.gate, task=loss.task, slice=loss.part) for code, text in reasons
+        )
         return Judgement(gate, told, accept_p)
 
     name = f"{loss.name} on task {loss.task}" + (f", slice {loss.part}" if loss.part else "")

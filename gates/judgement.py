@@ -38,6 +38,8 @@ class Reason(Record):
     text: str
     gate: str | None = None
     task: str | None = None
+    #: Since minor 6.
+    slice: str | None = None
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,8 @@ def junit_report(report: Report) -> str:
     for gate in report.gates:
         place = "/".join(part for part in (gate.task, gate.slice) if part is not None)
         case = _case(report.recipe.name, f"{gate.name}[{_plain(place)}]" if place else gate.name)
-        texts = [r.text for r in report.reasons if r.gate == gate.name and r.task == gate.task]
+        of_gate = (gate.name, gate.task, gate.slice)
+        texts = [r.text for r in report.reasons if (r.gate, r.task, r.slice) == of_gate]
         message = _plain(" ".join(texts)) or f"{gate.metric} {gate.status}"
         body = (
             f"{gate.metric}: measured {gate.measured}, bounds [{gate.ci_low}, {gate.ci_high}],"

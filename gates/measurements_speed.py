@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from .record import Record
+
+#: A speedup is a ratio of times.
+Milliseconds = Annotated[float, Field(gt=0)]
 
 
 class Clocks(Record):
@@ -22,11 +27,11 @@ class Quartet(Record):
 
     order: Literal["ABBA", "BAAB"]
     #: By device events, two blocks an arm.
-    baseline_ms: tuple[float, float]
-    candidate_ms: tuple[float, float]
+    baseline_ms: tuple[Milliseconds, Milliseconds]
+    candidate_ms: tuple[Milliseconds, Milliseconds]
     #: By the host's clock over each block.
-    baseline_host_ms: tuple[float, float]
-    candidate_host_ms: tuple[float, float]
+    baseline_host_ms: tuple[Milliseconds, Milliseconds]
+    candidate_host_ms: tuple[Milliseconds, Milliseconds]
     clocks: Clocks | None = None
 
 

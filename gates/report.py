@@ -17,7 +17,7 @@ from .policy import Policy
 #: Raised where a reader of older reports would misread a new one; such reports are refused.
 SCHEMA_VERSION = 1
 #: Raised where a field is added; every field that came after minor 0 is optional, so older reports stay readable.
-SCHEMA_MINOR = 5
+SCHEMA_MINOR = 6
 FILES: tuple[str, ...] = ("report.json", "report.md", "report.html", "junit.xml")
 SCHEMA_FILE = Path(__file__).with_name("report.schema.json")
 
@@ -47,7 +47,7 @@ class Statistics(Record):
     n: int
     looks: int
     #: Recipes decided together.
-    family: int
+    family: int = Field(ge=1)
     #: Seeds at each declared look, where there are several; the run stopped at the one of ``n``. Since minor 1.
     look_seeds: tuple[int, ...] = ()
     #: Level of a rejecting bound over seeds at the look that the run stopped at; None is ``alpha``. Since minor 1.

@@ -11,6 +11,7 @@ import pytest
 from junitparser import JUnitXml
 from narrowgate.gates.decision import decide
 from narrowgate.gates.files import check_writable, write_together
+from narrowgate.gates.judgement import Reason
 from narrowgate.gates.junit import junit_failed_run, junit_report
 from narrowgate.gates.outputs import Outcome
 from narrowgate.gates.policy import BUILTIN_POLICIES
@@ -150,6 +151,16 @@ def test_gates_of_slices_have_names_of_their_own(accepted: Report) -> None:
     assert "| ne click new users | pass |" in render_report(sliced)
 
 
+def test_each_gate_of_a_slice_tells_its_own_reason(rejected: Report) -> None:
+    gate = next(g for g in rejected.gates if g.name == "ne")
+    parts = ("new", "old", None)
+    told = [Reason(code="ne_loss", text=f"worse on {part}", gate="ne", task=gate.task, slice=part) for part in parts]
+    gates = tuple(gate.model_copy(update={"status": "fail", "slice": part}) for part in parts)
+    sliced = rejected.model_copy(update={"gates": gates, "reasons": tuple(told)})
+    found = [case for suite in JUnitXml.fromstring(junit_report(sliced).encode()) for case in suite]
+    assert [case.result[0].message for case in found] == [f"worse on {part}" for part in parts]
+
+
 def test_junit_of_an_insane_baseline_shows_no_clean_sheet(measurements, arm, make_report) -> None:
     m = measurements([0.0] * 8)
     seeds = tuple(s.model_copy(update={"baseline": arm(1.5, 0.7), "candidate": arm(1.5, 0.7)}) for s in m.seeds)
@@ -217,6 +228,29 @@ def test_other_versions_are_refused_with_one_clear_line(
     with pytest.raises(NarrowgateError) as refused:
         load_report(path)
     assert message in str(refused.value)
+    assert len(str(refused.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        (("measurements", "step_time", "quartets", 0, "baseline_ms", 0), 0.0, "should be greater than 0"),
+        (("statistics", "family"), 0, "should be greater than or equal to 1"),
+    ],
+)
+def test_a_report_of_impossible_numbers_is_refused_with_its_place(
+    tmp_path: Path, accepted: Report, place: tuple[str | int, ...], value: float, message: str
+) -> None:
+    data = json.loads(accepted.files()["report.json"])
+    at: Any = data
+    for part in place[:-1]:
+        at = at[part]
+    at[place[-1]] = value
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps(data))
+    with pytest.raises(NarrowgateError) as refused:
+        load_report(path)
+    assert f"report.json: {'.'.join(map(str, place))}: Input {message}" in str(refused.value)
     assert len(str(refused.value).splitlines()) == 1
 
 

@@ -123,6 +123,7 @@ def test_a_slice_that_loses_rejects_though_the_whole_passes(measurements) -> Non
     decision = decide(m, policy)
     assert decision.verdict == "reject"
     assert "NE on task click, slice new is worse by +1.0000 %" in decision.reasons[0].text
+    assert (decision.reasons[0].gate, decision.reasons[0].slice) == ("ne", "new")
 
 
 def test_the_narrower_wording_wins() -> None:
