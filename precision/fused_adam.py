@@ -26,6 +26,7 @@ from .step_codes import StepCodes
 
 #: The calls that are met, and whether what decays in them is the parameter.
 _FUSED = {"_fused_adam_": False, "_fused_adamw_": True}
+_ORDINARY = (Tensor, torch.nn.Parameter)
 
 
 class StoredMoment(Tensor):
@@ -120,16 +121,17 @@ def can_take(parameter: Tensor, stored: Sequence[Any], place: Place, dtype: torc
     mine, grad = local(parameter), parameter.grad
     if grad is None or not _distributed_alike(parameter, grad):
         return False
-    tensors = [mine, local(grad), *(local(x) for x in stored if isinstance(x, Tensor))]
+    if not (mine.is_cuda or (mine.device.type == "cpu" and kernels_on_cpu())):
+        return False
     where = place.shard
-    return (
-        (mine.is_cuda or (mine.device.type == "cpu" and kernels_on_cpu()))
-        and len(tensors) == 2 + len(MOMENTS)
-        and all(x.device == mine.device and x.shape == mine.shape and _plain(x) for x in tensors)
-        and [x.dtype for x in tensors] == [torch.float32] * 2 + [dtype] * len(MOMENTS)
-        # Of shards of columns the elements do not follow each other in the unsharded parameter.
-        and (where is None or where.shape[1:] == place.shape[1:])
-    )
+    # Of shards of columns the elements do not follow each other in the unsharded parameter.
+    if where is not None and where.shape[1:] != place.shape[1:]:
+        return False
+    device, shape = mine.device, mine.shape
+    for x, wanted in ((mine, torch.float32), (local(grad), torch.float32), *((local(x), dtype) for x in stored)):
+        if not isinstance(x, Tensor) or x.dtype != wanted or x.device != device or x.shape != shape or not _plain(x):
+            return False
+    return len(stored) == len(MOMENTS)
 
 
 def take(
@@ -146,6 +148,7 @@ def take(
     from .kernels.adam import AdamRule, AdamTensors, coefficients, is_ready, launch_adam
     from .kernels.adam_codes import CodesOut, launch_adam_codes
     from .kernels.adam_codes import is_ready as codes_are_ready
+    from .kernels.adam_together import MOST, launch_adam_together
 
     device = local(step.parameters[0]).device
     scalars = [*step.steps, *(x for x in (step.grad_scale, step.found_inf) if x is not None)]
@@ -177,7 +180,17 @@ def take(
     counted = torch.stack([local(x).reshape(()) for x in step.steps])
     rows = coefficients(step.lr, counted, rule)
     drawn = None if keys is None else keys(step.parameters, step.steps)
+    together: list[tuple[int, AdamTensors]] = []
+    if not capturing:
+        # At first each is launched alone, so that a capture, in which all are, finds its kernel compiled.
+        small = ((index, x) for index, (x, out) in enumerate(found) if out is None and x.parameter.numel() <= MOST)
+        together = [(index, tensors) for index, tensors in small if is_ready(rule, tensors, *optional)]
+    if together:
+        launch_adam_together(rule, together, rows, drawn, *optional)
+    stepped = {index for index, _ in together}
     for index, (tensors, out) in enumerate(found):
+        if index in stepped:
+            continue
         inputs = rows[index], None if drawn is None else drawn[index], *optional
         if out is None:
             launch_adam(rule, tensors, *inputs)
@@ -217,9 +230,11 @@ def _read(args: Sequence[Any], kwargs: dict[str, Any], decoupled: bool) -> Fused
 
 
 def _plain(x: Tensor) -> bool:
-    return type(x) in (Tensor, torch.nn.Parameter) and x.is_contiguous()
+    return type(x) in _ORDINARY and x.is_contiguous()
 
 
 def _distributed_alike(parameter: Tensor, grad: Tensor) -> bool:
+    if type(parameter) in _ORDINARY and type(grad) in _ORDINARY:
+        return True
     found = [(getattr(x, "device_mesh", None), getattr(x, "placements", None)) for x in (parameter, grad)]
     return found[0] == found[1]

@@ -21,8 +21,8 @@ from torch import Tensor
 from .device import current_for
 
 #: Elements a program takes: eight a thread, as many as one counter of Philox serves.
-_BLOCK, _WARPS = 1024, 4
-_INTERPRETED = triton.knobs.runtime.interpret
+BLOCK, WARPS = 1024, 4
+INTERPRETED = triton.knobs.runtime.interpret
 #: What was launched before, so is compiled and loaded.
 _launched: set[object] = set()
 
@@ -73,7 +73,7 @@ def coefficients(lr: float | Tensor, steps: Tensor, rule: AdamRule) -> Tensor:
 
 def is_ready(rule: AdamRule, tensors: AdamTensors, grad_scale: Tensor | None, found_inf: Tensor | None) -> bool:
     """Whether such a launch compiles nothing, as one that is being captured must not."""
-    return _INTERPRETED or _variant(rule, tensors, grad_scale, found_inf) in _launched
+    return INTERPRETED or _variant(rule, tensors, grad_scale, found_inf) in _launched
 
 
 def launch_adam(
@@ -101,14 +101,14 @@ def launch_adam(
     keys = coefficients if keys is None else keys
     scale, found = (coefficients if x is None else x for x in (grad_scale, found_inf))
     with current_for(tensors.parameter):
-        _adam[(triton.cdiv(count + skip, _BLOCK),)](
+        _adam[(triton.cdiv(count + skip, BLOCK),)](
             tensors.parameter.detach(), tensors.grad.detach(), tensors.exp_avg, tensors.exp_avg_sq,
             coefficients, keys, scale, found, tensors.offset // 8, count,
             rule.beta1, rule.beta2, rule.eps, rule.weight_decay,
             SKIP=skip, COUPLED=bool(rule.weight_decay) and not rule.decoupled,
             DECOUPLED=bool(rule.weight_decay) and rule.decoupled, MAXIMIZE=rule.maximize,
             UNSCALE=grad_scale is not None, GUARDED=found_inf is not None, STOCHASTIC=rule.stochastic,
-            STEPWISE=_INTERPRETED, BLOCK=_BLOCK, num_warps=_WARPS,
+            STEPWISE=INTERPRETED, BLOCK=BLOCK, num_warps=WARPS,
         )  # fmt: skip
     _launched.add(_variant(rule, tensors, grad_scale, found_inf))
 
@@ -140,13 +140,31 @@ def _adam(
     inside = at < count
     if SKIP != 0:
         inside = inside & (at >= 0)
+    counter = first.to(tl.int64) + tile * (BLOCK // 8) + tl.arange(0, BLOCK // 8)
+    step_tile(
+        parameters, grads, exp_avgs, exp_avg_sqs, at, inside, counter, coefficients, keys, grad_scale,
+        beta1, beta2, eps, weight_decay, COUPLED, DECOUPLED, MAXIMIZE, UNSCALE, STOCHASTIC, STEPWISE, BLOCK,
+    )  # fmt: skip
+
+
+@triton.jit
+def step_tile(
+    parameters, grads, exp_avgs, exp_avg_sqs, at, inside, counter, coefficients, keys, grad_scale,
+    beta1, beta2, eps, weight_decay,
+    COUPLED: tl.constexpr, DECOUPLED: tl.constexpr, MAXIMIZE: tl.constexpr, UNSCALE: tl.constexpr,
+    STOCHASTIC: tl.constexpr, STEPWISE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Update the elements ``at``, int64 [BLOCK], of a parameter where they are ``inside``.
+
+    Eight neighbours share one of the counters of random bits, int64 [BLOCK // 8]; ``coefficients`` and ``keys`` are the
+    parameter's rows.
+    """
     g = tl.load(grads + at, mask=inside, other=0.0)
     p = tl.load(parameters + at, mask=inside, other=0.0)
     m = tl.load(exp_avgs + at, mask=inside, other=0.0).to(tl.float32)
     v = tl.load(exp_avg_sqs + at, mask=inside, other=0.0).to(tl.float32)
     size, root = tl.load(coefficients + 1), tl.load(coefficients + 2)
     # Drawn before what was loaded is used, while it is on its way.
-    counter = first.to(tl.int64) + tile * (BLOCK // 8) + tl.arange(0, BLOCK // 8)
     m_words, v_words = _words(keys, counter, STOCHASTIC), _words(keys + 1, counter, STOCHASTIC)
     if UNSCALE:
         g = tl.div_rn(g, tl.load(grad_scale))

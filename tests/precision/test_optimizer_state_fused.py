@@ -37,17 +37,22 @@ def oracle(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Shapes of the parameters that the kernel has updated."""
-    from narrowgate.precision.kernels import adam
+    """Shapes of the parameters that the kernels have updated."""
+    from narrowgate.precision.kernels import adam, adam_together
 
     seen: list[tuple[int, ...]] = []
-    original = adam.launch_adam
+    alone, together = adam.launch_adam, adam_together.launch_adam_together
 
-    def spied(rule: Any, tensors: Any, *others: Any) -> None:
+    def one(rule: Any, tensors: Any, *others: Any) -> None:
         seen.append(tuple(tensors.parameter.shape))
-        original(rule, tensors, *others)
+        alone(rule, tensors, *others)
 
-    monkeypatch.setattr(adam, "launch_adam", spied)
+    def several(rule: Any, members: Any, *others: Any) -> None:
+        seen.extend(tuple(tensors.parameter.shape) for _, tensors in members)
+        together(rule, members, *others)
+
+    monkeypatch.setattr(adam, "launch_adam", one)
+    monkeypatch.setattr(adam_together, "launch_adam_together", several)
     return seen
 
 
