@@ -58,9 +58,13 @@ class GemArm:
         return GemTask(replace(task.preset, model=replace(task.preset.model, **self.model)), task.data)
 
 
-def _recipe(name: str, backend: str) -> Prepare:
+def _recipe(name: str, backend: str, **changes: Any) -> Prepare:
+    """A built-in recipe, or one that extends it by ``changes``."""
+
     def prepare(task: GemTask, model: nn.Module) -> Plan:
         loaded = load_recipe(name)
+        if changes:
+            loaded = Recipe.from_dict({"recipe": f"{name}-changed", "extends": name, **changes})
         return apply_recipe(model, loaded, backend=backend, rows=rows_for(loaded, task, model))
 
     return prepare
@@ -108,6 +112,9 @@ _ARMS = (
     GemArm("bf16-fused", "bf16_fused", "bf16", _fused),
     GemArm("gem-fp8", "narrowgate", "gem-fp8", _recipe("gem-fp8", "native")),
     GemArm("gem-fp8-kept", "narrowgate", "gem-fp8, weights kept", _recipe("gem-fp8", "native"), keep_weights=True),
+    GemArm("gem-fp8-lean", "narrowgate", "gem-fp8, activations and optimizer state in 8 bits",
+           _recipe("gem-fp8", "native", activations={"save": "fp8_e4m3/row"},
+                   optimizer={"state": "fp8_e4m3/1x128+sr"})),
     GemArm("torchao-tensorwise", "torchao", "tensorwise", _peer("torchao", _eligible, *_TENSOR), may_fail=True),
     GemArm("torchao-tensorwise-large", "torchao", "tensorwise, large layers",
            _peer("torchao", _large, *_TENSOR), may_fail=True),

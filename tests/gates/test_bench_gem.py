@@ -22,6 +22,8 @@ from narrowgate.models import GemConfig, GemTask
 from narrowgate.precision import casting
 from narrowgate.precision.errors import NarrowgateError
 from narrowgate.precision.layer import LowPrecisionLayer, layer_state
+from narrowgate.precision.optimizer_state import state_spec
+from narrowgate.recipes import apply_recipe
 from scipy import stats
 
 ROOT = Path(__file__).parents[2]
@@ -266,6 +268,17 @@ def test_weights_are_kept_as_the_recipe_says_but_in_the_arm_that_keeps_them(
         lowered = [module for module in models[-1].modules() if isinstance(module, LowPrecisionLayer)]
         found.append({layer_state(module).kept is not None for module in lowered})
     assert found == [{False}, {True}]
+
+
+def test_the_lean_arm_is_the_recipe_with_eight_bits_for_the_rest(task: GemTask) -> None:
+    model = task.build_model()
+    plan = ARMS["gem-fp8-lean"].prepare(task, model)
+    assert plan is not None
+    assert plan.to_dict()["activations"]["save"] == "fp8_e4m3/row"
+    optimizer = plan.wrap_optimizer(torch.optim.Adam(model.parameters()))
+    assert str(state_spec(optimizer)) == "fp8_e4m3/1x128+sr"
+    usual = apply_recipe(task.build_model(), "gem-fp8")
+    assert [layer.config for layer in plan.layers] == [layer.config for layer in usual.layers]
 
 
 def test_bf16_itself_must_run(task: GemTask) -> None:
