@@ -37,7 +37,7 @@ from ..speed import BlockTime, CudaTimer, HostTimer, StepFunction, Timer, stage
 from ..task import make_optimizer
 from ..train import compile_model, honest_compilation, seed_generators
 from .gem_arms import REFERENCES, GemArm
-from .timing import Say, compiled_already, load_libraries
+from .timing import Say, compiled_already, graphs_compiled, load_libraries
 
 if TYPE_CHECKING:
     from ...recipes.plan import Plan
@@ -48,6 +48,8 @@ _ALPHA = 0.05
 _LEAST_ROUNDS = 3
 #: Walks over all staged batches before anything is timed.
 _WARMUPS = 2
+#: Walks at most until no arm compiles any more.
+_SETTLING = 3
 #: Share of the time allowed after which no further arm is compiled: the rest is for measuring those that are.
 _BUILD_SHARE = 0.65
 #: Room that a step needs over its peak, for fragments.
@@ -87,6 +89,8 @@ class Running:
     peak_bytes: int | None
     rest_bytes: int | None
     ready_seconds: float
+    #: Graphs of it that were compiled again once other arms were there.
+    compiled_again: int = 0
 
 
 @dataclass
@@ -127,11 +131,9 @@ def measure_steps(task: GemTask, arms: Sequence[GemArm], settings: GemSettings, 
         running = _ready(task, arms, batches, settings, began, result)
         timer: Timer = CudaTimer(settings.device) if settings.gpu else HostTimer()
         steps = {name: one.step for name, one in running.items()}
+        if settings.gpu:
+            settle(running, len(batches), settings.say)
         with compiled_already():
-            if settings.gpu:
-                for step in steps.values():  # what was released is taken again before anything is timed
-                    for i in range(len(batches)):
-                        step(i)
             found, stopped = take_turns(steps, timer, settings, deadline=began + settings.seconds)
         breakdowns = _breakdowns(steps, found) if settings.gpu else {}
         clocks = timer.clocks()
@@ -241,6 +243,27 @@ def _ready(
             _release(settings)
             skip(arm, "no room beside the arms before it: ask for fewer in one run", fault=False)
     return running
+
+
+def settle(running: Mapping[str, Running], batches: int, say: Say) -> None:
+    """Step all arms until none compiles any more; what caches had to give back is taken again on the way.
+
+    A library that one arm brings may change what the others' compiled code depends on. What is timed then is what they
+    were compiled to last, and their rows say so.
+    """
+    for _ in range(_SETTLING):
+        again = 0
+        for name, one in running.items():
+            before = graphs_compiled()
+            for i in range(batches):
+                one.step(i)
+            found = graphs_compiled() - before
+            if found:
+                say(f"  {name}: {found} graphs were compiled again beside the other arms")
+            one.compiled_again += found
+            again += found
+        if not again:
+            return
 
 
 def _fits(running: Iterable[Running], settings: GemSettings) -> bool:
@@ -372,6 +395,8 @@ def result_row(
             continue
         mean, bounds = (1.0, (1.0, 1.0)) if reference == name else ratio(found[reference], found[name])
         row |= {f"ratio{suffix}": round(mean, 4), f"ci{suffix}": [round(bound, 4) for bound in bounds]}
+    if one.compiled_again:
+        row["compiled_again"] = one.compiled_again
     if not settings.gpu:
         # Emulated, uncompiled: the code was run, nothing was measured.
         row |= {"ratio": None, "ci": None, "dry_run": True}

@@ -75,16 +75,21 @@ def compiled_already() -> Iterator[None]:
     Raises:
         NarrowgateError: something was compiled.
     """
-    from torch._dynamo.utils import counters
-
-    before = counters["stats"]["unique_graphs"]
+    before = graphs_compiled()
     yield
-    again = counters["stats"]["unique_graphs"] - before
+    again = graphs_compiled() - before
     if again:
         raise NarrowgateError(
             f"{again} graphs were compiled again after every arm was ready: what one arm imports or sets changed what "
             "the others' compiled code depends on; measure it in a run of its own"
         )
+
+
+def graphs_compiled() -> int:
+    """How many graphs this process has compiled so far."""
+    from torch._dynamo.utils import counters
+
+    return counters["stats"]["unique_graphs"]
 
 
 def milliseconds(work: Work, repeat: int = 1, device: torch.device | str = "cuda") -> float:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from narrowgate.gates.attribution import kernel_class
-from narrowgate.gates.bench import gem, gem_attention
+from narrowgate.gates.bench import gem, gem_attention, gem_loop
 from narrowgate.gates.bench.gem_arms import ARMS, GemArm, pick_arms
 from narrowgate.gates.speed import BlockTime, StepFunction
 from narrowgate.models import GemConfig, GemTask
@@ -279,6 +279,40 @@ def test_the_lean_arm_is_the_recipe_with_eight_bits_for_the_rest(task: GemTask) 
     assert str(state_spec(optimizer)) == "fp8_e4m3/1x128+sr"
     usual = apply_recipe(task.build_model(), "gem-fp8")
     assert [layer.config for layer in plan.layers] == [layer.config for layer in usual.layers]
+
+
+@pytest.mark.parametrize(("disturbed", "walks"), [(0, 1), (1, 2), (2, 3), (9, 3)])
+def test_arms_are_stepped_until_none_compiles_and_rows_say_which_did(disturbed, walks, monkeypatch):
+    compiled, calls = [0], {"bf16": 0, "gem-fp8": 0}
+    monkeypatch.setattr(gem, "graphs_compiled", lambda: compiled[0])
+
+    def step(name: str, i: int) -> None:
+        walk, at = divmod(calls[name], 2)
+        calls[name] += 1
+        compiled[0] += name == "gem-fp8" and walk < disturbed and at == 0
+
+    running = {name: gem.Running(ARMS[name], partial(step, name), None, 0, 0.5, 3, 1, 9.0) for name in calls}
+    said: list[str] = []
+    gem.settle(running, 2, said.append)
+    assert calls == {"bf16": 2 * walks, "gem-fp8": 2 * walks}
+    assert said == ["  gem-fp8: 1 graphs were compiled again beside the other arms"] * min(disturbed, 3)
+    found = {name: [(BlockTime(2.0, 2.0), BlockTime(2.0, 2.0))] * 3 for name in calls}
+    rows = [gem.result_row("case", running[name], found, name, SETTINGS) for name in calls]
+    assert [row.get("compiled_again") for row in rows] == [None, min(disturbed, 3) or None]
+
+
+def test_what_was_measured_is_kept_when_a_later_part_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys):
+    out = tmp_path / "rows.json"
+
+    def fails(*arguments: Any) -> None:
+        raise NarrowgateError("no more")
+
+    monkeypatch.setattr(gem_loop, "measure_loader", fails)
+    code = run(monkeypatch, "--device", "cpu", "--tiny", "--arms", "bf16", "--loader", "--rounds", "2", "--steps", "1",
+               "--out", str(out))  # fmt: skip
+    assert code == 2
+    assert "bench_gem: error: no more" in capsys.readouterr().err
+    assert [row["arm"] for row in json.loads(out.read_text())["rows"]] == ["bf16"]
 
 
 def test_bf16_itself_must_run(task: GemTask) -> None:
