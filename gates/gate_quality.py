@@ -133,7 +133,8 @@ def _judge(
     if estimate is None or n < policy.min_seeds:
         text = f"{name}: {seeds} paired seed{'s' * (seeds != 1)} cannot decide; run at least {policy.min_seeds}."
         return result("undecided", ("too_few_seeds", text))
-    owner = f" {told}" if (told := _owner(m, loss.task)) else ""
+    # Parts are measured over all rows: of a slice they say nothing.
+    owner = f" {told}" if loss.part is None and (told := _owner(m, loss.task)) else ""
     bound = f"{loss.show(estimate.mean)} with bounds [{loss.show(low or 0)}, {loss.show(high or 0)}]"
     against = f"margin {loss.show(loss.margin)}"
     if loss.gate == "ne" and estimate.upper(levels.reject) < -policy.anomaly_factor * loss.margin:
@@ -145,7 +146,8 @@ def _judge(
     if estimate.lower(levels.reject) > loss.margin:
         return result("fail", (f"{loss.gate}_loss", f"{name} is worse by {bound}: past the {against}.{owner}"))
     if not estimate.upper(levels.accept) < loss.margin:
-        text = f"{name} changed by {bound}: the interval holds the {against}. {_more_seeds(loss, n, levels)}{owner}"
+        more = _more_seeds(loss, n, levels) + _rows_beside(loss, estimate, levels)
+        text = f"{name} changed by {bound}: the interval holds the {against}. {more}{owner}"
         return result("undecided", (f"{loss.gate}_interval", text))
     if loss.row is None:
         text = f"{name} passes over seeds, but no row interval was measured beside it. Run the gate again."
@@ -189,6 +191,17 @@ def _more_seeds(loss: _Loss, n: int, levels: Levels) -> str:
         f"About {more} more seed{'s' * (more > 1)} would decide it (in 4 runs of 5, were mean and spread as measured):"
         f" declare --seeds {n + more}."
     )
+
+
+def _rows_beside(loss: _Loss, estimate: statistics.Estimate, levels: Levels) -> str:
+    """Say so where more seeds that pass would leave the rows' interval at or past the margin, as it is now."""
+    row = loss.row.estimate() if loss.row else None
+    if row is None or estimate.mean >= loss.margin or row.upper(levels.accept) < loss.margin:
+        return ""
+    if not math.isfinite(row.error):
+        return " A pass needs more groups of held-out rows too: all belong to one."
+    upper = loss.show(row.upper(levels.accept))
+    return f" A pass may need more held-out rows too: with others it could be {upper}."
 
 
 def _more_rows(row: statistics.Estimate, margin: float, alpha: float) -> str:

@@ -174,7 +174,8 @@ BUILTIN_POLICIES: dict[str, Policy] = {
 def load_policy(name_or_path: str | Path | Policy) -> Policy:
     """Return a built-in policy by name, or one read from a YAML file.
 
-    A file holds the fields of :class:`Policy`; with ``extends: standard`` it changes only those it names.
+    A file holds the fields of :class:`Policy`; with ``extends: standard`` it changes only those it names, and goes by
+    the file's name where it has none of its own.
 
     Raises:
         NarrowgateError: no such policy or file, or a file that does not hold a policy; the text names file, line,
@@ -211,7 +212,9 @@ def _read(path: Path) -> Policy:
     data = as_margins(data, root, str(path))
     base_name = data.pop("extends", None)
     if base_name is not None:
-        data = _over(_base(base_name, root, path), data)
+        # What a report says of the base is not true of a file that changes it.
+        own = {"policy": path.name, "description": f"{base_name}, changed"}
+        data = _over(_base(base_name, root, path) | own, data)
     try:
         return Policy.model_validate(data)
     except ValidationError as error:

@@ -108,8 +108,28 @@ def test_the_auc_gate_by_its_interval(measurements, loss: float, status: str) ->
 def test_what_would_decide_it_is_said(measurements) -> None:
     wide = decide(measurements([10 * d for d in FLAT]), STANDARD)
     assert "more seeds would decide it" in wide.reasons[0].text
+    assert "more held-out rows" not in wide.reasons[0].text
     close = decide(measurements([d + STANDARD.max_ne_increase for d in FLAT]), STANDARD)
     assert "unlikely to decide it" in close.reasons[0].text
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (4e-4, "A pass may need more held-out rows too: with others it could be +0.0659 %."),
+        (None, "A pass needs more groups of held-out rows too: all belong to one."),
+    ],
+)
+def test_seeds_are_not_promised_to_decide_what_rows_would_hold_back(
+    measurements, error: float | None, text: str
+) -> None:
+    row = RowEstimate(mean=0.0, error=error, df=500 if error else 1)
+    decision = decide(measurements([10 * d for d in FLAT], row=row), STANDARD)
+    assert codes(decision) == ["ne_interval"]
+    assert decision.reasons[0].text.endswith(text)
+    assert "more seeds would decide it" in decision.reasons[0].text
+    worse = decide(measurements([10 * d + 6e-4 for d in FLAT], row=row), STANDARD)
+    assert "held-out rows too" not in worse.reasons[0].text
 
 
 @pytest.mark.parametrize(

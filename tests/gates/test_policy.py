@@ -35,6 +35,16 @@ def test_a_file_changes_what_it_names(tmp_path: Path) -> None:
     assert isinstance(mine, Policy)
 
 
+def test_a_file_that_changes_a_policy_is_not_called_by_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("extends: standard\nmax_ne_increase: 5%\n")
+    mine = load_policy(path)
+    assert (mine.policy, mine.description) == ("mine.yaml", "standard, changed")
+    path.write_text("policy: ours\ndescription: for towers\nextends: standard\n")
+    mine = load_policy(path)
+    assert (mine.policy, mine.description) == ("ours", "for towers")
+
+
 @pytest.mark.parametrize(
     ("text", "place", "message"),
     [

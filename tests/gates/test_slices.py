@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from narrowgate.gates.decision import decide
-from narrowgate.gates.measurements import Measurements, RowEstimate
+from narrowgate.gates.measurements import Measurements, PartEffect, PartQuality, RowEstimate
 from narrowgate.gates.metrics import group_aucs
 from narrowgate.gates.policy import BUILTIN_POLICIES, Margins, Policy, SliceMargins, load_policy
 from narrowgate.gates.predictions import slice_masks
@@ -117,13 +117,16 @@ def test_a_slice_that_loses_rejects_though_the_whole_passes(measurements) -> Non
     row = RowEstimate(mean=0.01, error=1e-6, df=100)
     assert m.rows is not None
     rows = m.rows.model_validate(m.rows.model_dump() | {"slices": {"new": {"ne": {"click": row.model_dump()}}}})
-    m = m.model_copy(update={"seeds": tuple(seeds), "rows": rows})
+    effect = {"click": PartEffect(seeds=8, ne_increase=(0.01,) * 8, auc_loss=(0.0,) * 8)}
+    part = PartQuality(kind="path", name="wgrad", layers=3, only=effect, without={})
+    m = m.model_copy(update={"seeds": tuple(seeds), "rows": rows, "parts": (part,)})
     assert decide(m, STANDARD).verdict == "accept"
     policy = Policy(**STANDARD.model_dump() | {"slices": {"*": {}}})
     decision = decide(m, policy)
     assert decision.verdict == "reject"
     assert "NE on task click, slice new is worse by +1.0000 %" in decision.reasons[0].text
     assert (decision.reasons[0].gate, decision.reasons[0].slice) == ("ne", "new")
+    assert "Most is lost" not in decision.reasons[0].text  # parts are measured over all rows
 
 
 def test_the_narrower_wording_wins() -> None:
