@@ -106,7 +106,9 @@ def load_gates(path: Path, device: str) -> tuple[GateSpec, ...]:
     try:
         parsed = GatesFile.model_validate(root.plain())
     except ValidationError as error:
-        raise RecipeError(_diagnostic(fault, root, path) for fault in error.errors()) from None
+        # A list of gates that are all at fault counts as too short; each of them is told by itself.
+        faults = [f for f in error.errors() if not (f["type"] == "too_short" and f["input"])]
+        raise RecipeError(_diagnostic(fault, root, path) for fault in faults) from None
     return _Reader(root, path, device).read(parsed)
 
 
@@ -213,6 +215,8 @@ def _diagnostic(fault: Any, root: Node, path: Path) -> Diagnostic:
         message = f"unknown field{did_you_mean(str(at[-1]), known)} (known: {', '.join(known)})"
     elif fault["type"] == "missing":
         message = "the field is missing"
+    elif fault["type"] == "too_short":
+        message = "found an empty list, expected at least one gate"
     elif fault["type"] == "string_pattern_mismatch":
         message = f"found {found(fault['input'])}, expected letters, digits, '.', '_' and '-' (at most 64)"
     elif fault["type"] in ("model_type", "dict_type"):

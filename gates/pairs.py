@@ -268,7 +268,8 @@ def _same_rows(baseline: Trained, candidate: Trained) -> bool:
 
 
 def _equal(a: NDArray | None, b: NDArray | None) -> bool:
-    return b is None if a is None else b is not None and np.array_equal(a, b)
+    """Return whether both have the same values; what is not a number equals itself, and is named by its own check."""
+    return b is None if a is None else b is not None and np.array_equal(a, b, equal_nan=a.dtype.kind == "f")
 
 
 def _finite(value: float) -> float | None:

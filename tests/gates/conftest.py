@@ -276,6 +276,27 @@ def paced():
     return Task(fault)
 
 
+KEPT = []
+
+
+def hoarding():
+    """Each of the candidate's steps keeps 16 MiB for good: a seed more than compiling takes in the first one."""
+    def fault(model, step, loss):
+        if lowered(model):
+            KEPT.append(torch.zeros(2**22, device=loss.device))
+        return loss
+    return Task(fault)
+
+
+def sleepy():
+    """Each of the candidate's steps keeps a GPU waiting for some milliseconds."""
+    def fault(model, step, loss):
+        if lowered(model) and loss.is_cuda:
+            torch.cuda._sleep(10_000_000)
+        return loss
+    return Task(fault)
+
+
 def worse():
     """The candidate trains on noise: its quality is far below the baseline's."""
     return Task(lambda model, step, loss: loss * 0.01 if lowered(model) and step > 0 else loss, steps=12)
@@ -321,6 +342,17 @@ class Sliced(Task):
 
 def sliced():
     return Sliced()
+
+
+class Unlabelled(Task):
+    def eval_batches(self):
+        batches = super().eval_batches()
+        batches[0]["y"][3] = float("nan")
+        return batches
+
+
+def unlabelled():
+    return Unlabelled()
 
 
 class Unpaired(Task):

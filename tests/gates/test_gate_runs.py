@@ -131,6 +131,13 @@ def test_arms_that_are_no_pair_are_refused(room: Path, narrowgate, task: str, me
     assert message in err
 
 
+def test_labels_that_are_no_numbers_are_named_and_not_taken_for_other_rows(room: Path, narrowgate) -> None:
+    code, _, err = narrowgate(
+        "gate", "all-fp8.yaml", "--task", "ranker:unlabelled", "--seeds", "1", "--steps", "2", "-q"
+    )
+    assert (code, err) == (2, "narrowgate: predict() returned labels other than 0 and 1\n")
+
+
 def _group_lives(group: int) -> bool:
     try:
         os.killpg(group, 0)

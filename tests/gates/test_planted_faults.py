@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from narrowgate.gates.decision import decide
 from narrowgate.gates.measurements import Measurements
 from narrowgate.gates.policy import BUILTIN_POLICIES
+from narrowgate.gates.report import load_report
 from narrowgate.gates.train import RunError
 from narrowgate.precision import quantization
 from narrowgate.precision.grouping import Grouping
@@ -102,6 +104,31 @@ def test_memory_that_grows_from_seed_to_seed_is_called_a_leak(measurements, arm)
     heavy = decide(with_peaks(lambda seed: 13 * 10**8 + (seed % 2)), STANDARD)
     assert heavy.verdict == "reject"
     assert "leak" not in heavy.reasons[0].text
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("task", "gate", "text"),
+    [
+        ("ranker:hoarding", "memory", r"It grew with every seed, from .* GiB, as a leak does\."),
+        ("ranker:sleepy", "step_time", r"below the 1\.05x asked\. Most of what it loses: \w+ \S+ to \S+ ms"),
+    ],
+)
+def test_on_a_gpu_a_leak_and_a_sleep_reject_and_are_named(
+    room: Path, narrowgate: Callable[..., Any], task: str, gate: str, text: str
+) -> None:
+    (room / "quick.yaml").write_text(
+        "extends: loose\nspeed: {budget_seconds: 10, module_budget_seconds: 5, bf16_fused_seconds: 0}\n"
+    )
+    options = ("--task", task, "--policy", "quick.yaml", "--seeds", "5", "--device", "cuda", "-q")
+    try:
+        code, out, err = narrowgate("gate", "all-fp8.yaml", *options)
+    finally:
+        import_module("ranker").KEPT.clear()
+    assert code == 1, out + err
+    report = load_report(room / "reports" / "report.json")
+    assert status(report, gate) == "fail"
+    assert any(re.search(text, reason.text) for reason in report.reasons if reason.gate == gate)
 
 
 def test_a_run_against_itself_passes_quality_and_claims_no_speedup(measure: Callable[..., Any]) -> None:
