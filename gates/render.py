@@ -108,6 +108,7 @@ def quality_lines(report: Report) -> list[str]:
         if isinstance(best, dict) and isinstance(best.get(task), float):
             text += f", {_value(best[task])} Bayes-optimal"
         lines.append(f"{text}; AUC {_value(other['auc'])}, {_value(own['auc'])}")
+    lines += _gradient_line(report)
     lines += numerics_lines([seed.candidate.stability for seed in report.measurements.seeds])
     reuse = report.reuse
     if reuse is not None and reuse.baseline + reuse.candidate:
@@ -116,6 +117,17 @@ def quality_lines(report: Report) -> list[str]:
             f" of {reuse.trainings // 2} each"
         )
     return [*lines, *(reuse.notes if reuse is not None else ())]
+
+
+def _gradient_line(report: Report) -> list[str]:
+    """Return the largest finite gradient norm of both arms over all seeds and steps; none where an arm has none."""
+    arms = [
+        [norm for seed in report.measurements.seeds if (norm := getattr(seed, arm).stability.max_gradient_norm)]
+        for arm in ("baseline", "candidate")
+    ]
+    if not all(arms):
+        return []
+    return [f"largest gradient norm of any step: {max(arms[0]):#.4g} baseline, {max(arms[1]):#.4g} candidate"]
 
 
 def speed_lines(report: Report) -> list[str]:

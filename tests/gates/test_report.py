@@ -128,6 +128,22 @@ def test_the_terminal_shows_verdict_reasons_and_aligned_gates(rejected: Report) 
     assert header.index("status") == ne.index("FAIL")
 
 
+def test_the_largest_gradient_norms_of_both_arms_are_told(rejected: Report) -> None:
+    def with_norms(*norms: float | None) -> Report:
+        seeds = list(rejected.measurements.seeds)
+        for i, norm in enumerate(norms):
+            run = seeds[i].candidate
+            stability = run.stability.model_copy(update={"max_gradient_norm": norm})
+            seeds[i] = seeds[i].model_copy(update={"candidate": run.model_copy(update={"stability": stability})})
+        measured = rejected.measurements.model_copy(update={"seeds": tuple(seeds)})
+        return rejected.model_copy(update={"measurements": measured})
+
+    line = "largest gradient norm of any step: 1.000 baseline, 12.50 candidate"
+    for text in (terminal_text(with_norms(0.5, 12.5, None)), render_report(with_norms(12.5))):
+        assert line in text
+    assert "gradient norm" not in terminal_text(with_norms(*[None] * 8))
+
+
 def test_junit_has_a_case_for_every_gate(accepted: Report, rejected: Report) -> None:
     def cases(report: Report) -> dict[str, Any]:
         return {case.name: case for suite in JUnitXml.fromstring(junit_report(report).encode()) for case in suite}
