@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from .config import LinearConfig
 from .errors import NarrowgateError
-from .layer import LayerState, LowPrecisionLayer, layer_state, swap
+from .layer import LayerState, LowPrecisionLayer, placed_state, swap
 from .linear import linear_product
 
 
@@ -51,7 +51,7 @@ class LowPrecisionAttention(LowPrecisionLayer, nn.MultiheadAttention):
         Raises:
             NarrowgateError: the shapes do not fit, or a tensor is nested.
         """
-        state = layer_state(self)
+        state = placed_state(self)
         if query.is_nested or key.is_nested or value.is_nested:
             raise NarrowgateError(
                 f"layer '{state.name}': nested tensors have no low-precision attention; "

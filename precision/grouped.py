@@ -31,7 +31,7 @@ from .gemm import as_dtype
 from .grouped_gemm import columns_product, dense_columns_product, rows_product
 from .grouped_operands import Forward, GroupedOperand, prepare_matrices, prepare_rows
 from .grouped_rows import Groups, check_offsets, host_sizes
-from .layer import LayerState, LowPrecisionLayer, autocast_device, layer_state, swap
+from .layer import LayerState, LowPrecisionLayer, autocast_device, placed_state, swap
 from .linear import linear_product
 from .spec import Spec
 
@@ -103,7 +103,7 @@ class LowPrecisionGroupedLinear(LowPrecisionLayer, GroupedLinear):
 
     def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
         """Return [T, N] as :meth:`GroupedLinear.forward`, each expert's products as the recipe says."""
-        state = layer_state(self)
+        state = placed_state(self)
         _check_shapes(self, x, offsets)
         grouped = grouped_obstacle(state.config, state.here, self.experts) is None and self.weight.numel() > 0
         draw, recording = state.enter(self.training and torch.is_grad_enabled())

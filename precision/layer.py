@@ -75,6 +75,7 @@ class LayerState:
         self.kept: WeightCodes | None = None
         self._frozen: dict[tuple[str, str], AmaxHistory] = {}
         #: Where the layer lies, and which paths run natively there; kept here, as a compiler cannot ask the device.
+        #: Empty on the meta device, where none does.
         self.here: Device = CPU
         self.native: dict[str, bool] = {}
         self.place(device)
@@ -187,6 +188,13 @@ class LowPrecisionLayer(nn.Module):
             state.kept = state.kept.following(weight)
         return module
 
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        # ``load_state_dict(assign=True)`` puts other Parameters in place, of a layer on the meta device above all.
+        state, parameter = layer_state(self), next(self.parameters(recurse=False), None)
+        if parameter is not None and (not state.native or parameter.device != state.draw.device):
+            state.place(parameter.device)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         # A lowered class is made at run time, where pickle cannot find it by name.
         state = layer_state(self)
@@ -233,6 +241,20 @@ def restore_layer(module: LowPrecisionLayer) -> None:
 def layer_state(module: nn.Module) -> LayerState:
     """The state of a lowered module."""
     return module.__dict__[_STATE]
+
+
+def placed_state(module: nn.Module, argument: Tensor | None = None) -> LayerState:
+    """The state of a lowered module about to run, also where it was lowered on the meta device.
+
+    Whoever materialises a module attribute by attribute tells nobody; the state then follows the Parameters, or the
+    ``argument`` of a module that has none.
+    """
+    state = layer_state(module)
+    if not state.native:
+        tensor = next(module.parameters(), argument)
+        if tensor is not None:
+            state.place(tensor.device)
+    return state
 
 
 def original_type(module: nn.Module) -> type[nn.Module]:

@@ -40,6 +40,7 @@ from .layer import (
     layer_state,
     live_layers,
     original_type,
+    placed_state,
     restore_layer,
     swap,
 )
@@ -70,7 +71,7 @@ class LowPrecisionLinear(LowPrecisionLayer, nn.Linear):
             NarrowgateError: the last dimension of ``input`` is not ``in_features``.
         """
         training = self.training and torch.is_grad_enabled()
-        return low_precision_linear(input, self.weight, self.bias, layer_state(self), training=training)
+        return low_precision_linear(input, self.weight, self.bias, placed_state(self), training=training)
 
 
 def low_precision_linear(
@@ -250,7 +251,7 @@ def _multiply_kept(
 ) -> Tensor:
     assert isinstance(first, QuantizedTensor)
     gemm = getattr(state.config, path)
-    return weight_product(first, weight, kept, path, gemm, native=state.native[path], out_dtype=dtype)
+    return weight_product(first, weight, kept, path, gemm, native=state.native.get(path, False), out_dtype=dtype)
 
 
 def _multiply(first: Operand, second: Operand, state: LayerState, path: str, dtype: torch.dtype) -> Tensor:
@@ -260,4 +261,4 @@ def _multiply(first: Operand, second: Operand, state: LayerState, path: str, dty
         assert isinstance(second, Tensor)
         return dense_gemm(first, second, out_dtype=dtype)
     assert isinstance(second, QuantizedTensor)
-    return scaled_gemm(first, second, gemm, native=state.native[path], out_dtype=dtype)
+    return scaled_gemm(first, second, gemm, native=state.native.get(path, False), out_dtype=dtype)

@@ -19,7 +19,7 @@ from .capability import Support
 from .config import GemmConfig, LinearConfig
 from .errors import NarrowgateError
 from .gemm import as_dtype
-from .layer import LayerState, LowPrecisionLayer, autocast_device, layer_state, swap
+from .layer import LayerState, LowPrecisionLayer, autocast_device, placed_state, swap
 from .operands import Operand, prepare, restore, save, shared
 
 EMULATED = Support(native=False, reason="no batched low-precision product is wired up")
@@ -44,7 +44,7 @@ class LowPrecisionMatMul(LowPrecisionLayer, MatMul):
         Raises:
             NarrowgateError: an argument has less than two dimensions, or the inner ones do not match.
         """
-        state = layer_state(self)
+        state = placed_state(self, input)
         if input.dim() < 2 or weight.dim() < 2 or input.shape[-1] != weight.shape[-2]:
             raise NarrowgateError(
                 f"{state.name or 'matmul'}: expected [..., M, K] and [..., K, N], "

@@ -183,10 +183,37 @@ def test_a_meta_model_can_be_applied_to_and_materialized(make_tower, fp8, ids):
     with torch.device("meta"):
         model = make_tower()
     apply_recipe(model, fp8)
+    assert model(ids.to("meta")).shape == make_tower()(ids).shape  # for its shapes, before any memory is spent
     model.to_empty(device="cpu")
     model.load_state_dict(make_tower().state_dict())
     assert lowered(model) == INTERACTION
     assert torch.isfinite(model(ids)).all()
+
+
+@pytest.mark.parametrize("by", ["assigned state", "attributes"])
+def test_a_meta_model_whose_parameters_are_replaced_trains_as_one_built_in_place(make_tower, ids, by):
+    recipe = Recipe(name="r", rules=[Rule(layers="interaction.*", all="fp8_e4m3+delayed(2)+sr")])
+    with torch.device("meta"):
+        model = make_tower()
+    apply_recipe(model, recipe)
+    want = make_tower()
+    state = {name: value.clone() for name, value in want.state_dict().items()}
+    if by == "assigned state":
+        model.load_state_dict(state, assign=True)
+    else:
+        for name in state:
+            module, _, part = name.rpartition(".")
+            setattr(model.get_submodule(module), part, nn.Parameter(state[name]))
+    apply_recipe(want, recipe)
+    for _ in range(2):
+        losses = []
+        for each in (model, want):
+            optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+            loss = each(ids).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss)
+        assert torch.equal(*losses)
 
 
 def test_applying_twice_is_an_error_wherever_the_first_one_is(tower, make_tower, fp8):
