@@ -188,8 +188,8 @@ class LowPrecisionLayer(nn.Module):
             state.kept = state.kept.following(weight)
         return module
 
-    def _load_from_state_dict(self, *args: Any) -> None:
-        super()._load_from_state_dict(*args)
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
         # ``load_state_dict(assign=True)`` puts other Parameters in place, of a layer on the meta device above all.
         state, parameter = layer_state(self), next(self.parameters(recurse=False), None)
         if parameter is not None and (not state.native or parameter.device != state.draw.device):
