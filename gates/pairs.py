@@ -175,8 +175,9 @@ def _quality(trained: Trained, names: tuple[str, ...], rates: Sequence[float | N
     if trained.logits is None or trained.labels is None:
         return {name: TaskQuality(log_loss=None, ne=None, auc=None, calibration=None, note=_BROKEN) for name in names}
     logits, labels, weights = trained.logits, trained.labels, trained.row_weights
-    if not np.isin(labels, (0.0, 1.0)).all():
-        raise NarrowgateError("predict() returned labels other than 0 and 1")
+    strange = labels[~np.isin(labels, (0.0, 1.0))]
+    if strange.size:
+        raise NarrowgateError(f"predict() returned labels other than 0 and 1, first {strange[0]:.6g}")
     if weights is not None and not (np.isfinite(weights).all() and (weights >= 0).all()):
         raise NarrowgateError("predict() returned sample weights that are negative or not finite")
     found = {}

@@ -114,11 +114,22 @@ def _checked(prediction: Any) -> Prediction:
         raise NarrowgateError(
             f"predict() returned logits {list(logits.shape)} and labels {list(labels.shape)}, expected [n, tasks] both"
         )
+    if not logits.is_floating_point():
+        raise NarrowgateError(f"predict() returned logits as {logits.dtype}, expected floating-point numbers")
     for name in ("weights", "groups"):
         value = getattr(prediction, name)
         if value is not None and value.shape != logits.shape[:1]:
             raise NarrowgateError(f"predict() returned {name} {list(value.shape)}, expected [{logits.shape[0]}]")
-    for name, value in (prediction.slices or {}).items():
+    if prediction.groups is not None and (prediction.groups.is_floating_point() or prediction.groups.is_complex()):
+        raise NarrowgateError(f"predict() returned groups as {prediction.groups.dtype}, expected integers")
+    slices = prediction.slices or {}
+    if not isinstance(slices, Mapping):
+        raise NarrowgateError(f"predict() returned a {type(slices).__name__} as slices, expected marks by name")
+    for name, value in slices.items():
+        if not isinstance(name, str) or not isinstance(value, Tensor):
+            raise NarrowgateError(
+                f"predict() returned a {type(value).__name__} as slice {name!r}, expected a tensor under a text"
+            )
         if value.shape != logits.shape[:1] or value.is_floating_point():
             raise NarrowgateError(
                 f"predict() returned slice '{name}' as {value.dtype} {list(value.shape)}, expected booleans or"

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from narrowgate.gates.checked_task import CheckedTask
+from narrowgate.gates.predictions import predict
 from narrowgate.gates.task import Prediction, load_task, make_optimizer, task_names
 from narrowgate.precision.errors import NarrowgateError
 
@@ -161,3 +162,36 @@ def test_a_task_that_ends_the_process_is_no_acceptance(
 
 def test_a_loaded_task_is_checked(room: Path) -> None:
     assert isinstance(load_task("ranker:good"), CheckedTask)
+
+
+LOGITS = torch.zeros(4, 1)
+
+
+@pytest.mark.parametrize(
+    ("prediction", "message"),
+    [
+        (Prediction(LOGITS.long(), ONE), "logits as torch.int64, expected floating-point numbers"),
+        # Identifiers as float32 merge from 2**24 on, and fractions are cut off.
+        (Prediction(LOGITS, ONE, groups=torch.rand(4)), "groups as torch.float32, expected integers"),
+        (Prediction(LOGITS, ONE, slices=[1]), "a list as slices, expected marks by name"),  # type: ignore[arg-type]
+        (Prediction(LOGITS, ONE, slices={"new": "yes"}), "a str as slice 'new', expected a tensor"),  # type: ignore
+        (Prediction(LOGITS, ONE, slices={3: ONE}), "a Tensor as slice 3, expected a tensor under a text"),  # type: ignore
+    ],
+)
+def test_predictions_that_would_be_misread_are_refused(prediction: Prediction, message: str) -> None:
+    task = Whole()
+    task.predict = lambda *_: prediction  # type: ignore[method-assign]
+    with pytest.raises(NarrowgateError) as caught:
+        predict(CheckedTask(task), torch.nn.Linear(3, 1), torch.device("cpu"))
+    assert str(caught.value).startswith(f"predict() returned {message}")
+
+
+def test_logits_and_labels_of_other_dtypes_are_read() -> None:
+    task, model = Whole(), torch.nn.Linear(3, 1)
+    task.predict = lambda *_: Prediction(  # type: ignore[method-assign]
+        LOGITS.bfloat16(), ONE.bool(), groups=torch.tensor([1, 1, 2, 2], dtype=torch.int32)
+    )
+    found = predict(CheckedTask(task), model, torch.device("cpu"))
+    assert found.labels is not None
+    assert found.groups is not None
+    assert (found.labels.tolist(), found.groups.tolist()) == ([[1.0]] * 4, [1, 1, 2, 2])

@@ -135,7 +135,7 @@ def test_labels_that_are_no_numbers_are_named_and_not_taken_for_other_rows(room:
     code, _, err = narrowgate(
         "gate", "all-fp8.yaml", "--task", "ranker:unlabelled", "--seeds", "1", "--steps", "2", "-q"
     )
-    assert (code, err) == (2, "narrowgate: predict() returned labels other than 0 and 1\n")
+    assert (code, err) == (2, "narrowgate: predict() returned labels other than 0 and 1, first nan\n")
 
 
 def _group_lives(group: int) -> bool:
