@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..precision.errors import NarrowgateError
+from ..precision.layer import LowPrecisionLayer
 from .apply import applied_recipes
 from .targets import named_parameters
 
@@ -105,7 +106,10 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
     stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for model in list(_WAITING):
-        if not any(id(parameter) in stepped for parameter in model.parameters()):
+        # One for the tables alone, as SparseAdam, is not the optimizer that the recipe means.
+        lowered = (p for layer in model.modules() if isinstance(layer, LowPrecisionLayer) for p in layer.parameters())
+        awaited = [p for p in lowered if p.requires_grad] or model.parameters()
+        if not any(id(parameter) in stepped for parameter in awaited):
             continue
         _WAITING.discard(model)
         applied = applied_recipes(model).get("")

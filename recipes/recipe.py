@@ -411,7 +411,7 @@ def _expression(parse: Any, name: str, value: object) -> Any:
 
 
 def _layers(layers: str | Iterable[str]) -> tuple[str, ...]:
-    entries = (layers,) if isinstance(layers, str) else tuple(layers)
+    entries = (layers,) if not isinstance(layers, Iterable) or isinstance(layers, str) else tuple(layers)
     if not entries:
         raise NarrowgateError("layers: found an empty list, expected at least one pattern")
     for entry in entries:

@@ -16,6 +16,7 @@ from narrowgate.recipes import (
     Rule,
     apply_recipe,
     low_precision,
+    remove_recipe,
     resolve,
     validate_file,
     wrap_optimizer,
@@ -178,6 +179,31 @@ def test_an_optimizer_that_was_not_wrapped_is_missed_once(make_tower, ids, recwa
     # Libraries warn of other things.
     told = [text for w in recwarn.list if (text := str(w.message)).startswith("recipe '")]
     assert told == [
+        "recipe 'r' asks for optimizer state in bf16+sr, this Adam keeps its own: expected "
+        "plan.wrap_optimizer(optimizer), or narrowgate.recipes.wrap_optimizer(model, optimizer)"
+    ]
+
+
+def test_the_tables_own_optimizer_is_not_the_one_that_the_recipe_means(tower, ids, recwarn):
+    tower.embedding.sparse = True
+    plan = apply_recipe(tower, recipe("bf16+sr"))
+    tables = torch.optim.SparseAdam([tower.embedding.weight])
+    dense = torch.optim.Adam([p for name, p in tower.named_parameters() if name != "embedding.weight"])
+
+    def step() -> list[str]:
+        tower(ids).square().mean().backward()
+        tables.step()
+        dense.step()
+        return [str(warning.message) for warning in recwarn if "asks for" in str(warning.message)]
+
+    plan.wrap_optimizer(dense)
+    assert step() == []
+    unwrapped = torch.optim.Adam([tower.interaction[0].weight])
+    remove_recipe(tower)
+    apply_recipe(tower, recipe("bf16+sr"))
+    tables.step()
+    unwrapped.step()  # and the one that it means is still told
+    assert [str(w.message) for w in recwarn if "asks for" in str(w.message)] == [
         "recipe 'r' asks for optimizer state in bf16+sr, this Adam keeps its own: expected "
         "plan.wrap_optimizer(optimizer), or narrowgate.recipes.wrap_optimizer(model, optimizer)"
     ]

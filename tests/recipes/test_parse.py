@@ -231,6 +231,8 @@ def test_objects_refuse_what_files_refuse():
         Rule(layers="a")
     with pytest.raises(NarrowgateError, match="empty level"):
         Rule(layers=["a", "b..c"], all="bf16")
+    with pytest.raises(NarrowgateError, match="layers: found 3, expected a text"):
+        Rule(layers=3, all="bf16")  # type: ignore[arg-type]
     with pytest.raises(NarrowgateError, match="unknown attribute"):
         Rule(layers="a", where="width > 1", all="bf16")
     with pytest.raises(NarrowgateError, match="found 'sometimes', expected always or profitable"):
