@@ -211,6 +211,20 @@ def test_a_transformer_encoder_layer_evaluates_through_its_lowered_layers(only):
     torch.testing.assert_close(layer(x), before)
 
 
+@pytest.mark.parametrize("only", ["**.in_proj", "**.linear1"])
+def test_an_encoder_over_padded_rows_evaluates_as_it_trains(only):
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True), 2)
+    x, padding = torch.randn(3, 4, 32), torch.arange(4) >= torch.tensor([[2], [4], [3]])
+    assert encoder.use_nested_tensor  # PyTorch's default, which no low-precision layer takes
+    apply_recipe(encoder, recipe(Rule(layers=only, all="fp8_e4m3")))
+    low = encoder(x, src_key_padding_mask=padding)
+    encoder.eval()
+    with torch.inference_mode():
+        torch.testing.assert_close(encoder(x, src_key_padding_mask=padding)[~padding], low[~padding])
+    remove_recipe(encoder)
+    assert encoder.use_nested_tensor
+
+
 def test_a_traced_plan_says_what_is_not_reached_and_shares_the_flops_of_the_step(model, x):
     plan = resolve(recipe(Rule(layers="pairs", all="fp8_e4m3")), model).with_trace(trace_gemms(model, lambda: model(x)))
     projections, products = 2 * 20 * 32 * (96 + 32), 2 * 2 * 4 * 5 * 5 * 32
