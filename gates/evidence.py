@@ -10,12 +10,14 @@ from .decision import Decision
 from .evidence_distributed import distributed_level
 from .evidence_speed import module_level, step_level
 from .measurements import ArmRun, Measurements, PartQuality
+from .policy import Policy
 from .report import Evidence, Level, Statistics
 
 _METHOD = (
     "Quality: paired seeds, one-sided Student t bounds on the mean difference, exact sign-flip p beside them;"
     " a cluster-robust row interval can only withhold a pass."
-    " Speed: one-sided Student t bounds on the mean log ratio of ABBA/BAAB quartets; of modules, on that of their sums."
+    " Speed: one-sided Student t bounds on the mean log ratio of ABBA/BAAB quartets; of modules, on that of their sums;"
+    " what runs differ by (speed.run_to_run) added to their variance."
     " Looks declared ahead spend the level by an O'Brien-Fleming-like function."
     " Holm across recipes, no correction across gates."
 )
@@ -36,15 +38,15 @@ def statistics_of(m: Measurements, decision: Decision) -> Statistics:
     )
 
 
-def evidence_of(m: Measurements, alpha: float, arithmetic: str) -> Evidence:
+def evidence_of(m: Measurements, policy: Policy, arithmetic: str) -> Evidence:
     """Lay out what was measured at each level, with its baseline and scope.
 
     Args:
         m: the measurements.
-        alpha: level of the one-sided bounds shown.
+        policy: has the level of the one-sided bounds shown, and what runs differ by.
         arithmetic: what the baseline computed in.
     """
-
+    alpha, apart = policy.alpha, policy.speed.run_to_run
     kernel = Level(
         status="not_measured",
         why="this version measures no such level",
@@ -53,9 +55,9 @@ def evidence_of(m: Measurements, alpha: float, arithmetic: str) -> Evidence:
     )
     return Evidence(
         kernel=kernel,
-        module=module_level(m, alpha),
-        step=step_level(m, alpha),
-        distributed=distributed_level(m, alpha),
+        module=module_level(m, alpha, apart),
+        step=step_level(m, alpha, apart),
+        distributed=distributed_level(m, alpha, apart),
         quality=_quality(m, alpha, arithmetic),
     )
 

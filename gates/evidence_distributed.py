@@ -8,6 +8,7 @@ from typing import Any
 from . import statistics
 from .measurements import Measurements
 from .measurements_distributed import DistributedArm, DistributedRun
+from .policy import RunToRun
 from .report import Level
 
 _BASELINE = "the same step in BF16: weights gathered and gradients reduced in BF16"
@@ -16,8 +17,8 @@ _TABLES = ", rows of embedding tables and their gradients exchanged in BF16"
 EMULATED = "emulated over Gloo on a CPU, not judged; bytes are real"
 
 
-def distributed_level(m: Measurements, alpha: float) -> Level:
-    """Return the evidence of all ranks together."""
+def distributed_level(m: Measurements, alpha: float, apart: RunToRun) -> Level:
+    """Return the evidence of all ranks together; the interval holds what runs differ by (``apart``)."""
     run = m.distributed
     if run is None:
         why = "this run had one process; `torchrun --nproc-per-node N -m narrowgate.gates gate ...` has several"
@@ -40,9 +41,8 @@ def distributed_level(m: Measurements, alpha: float) -> Level:
     }
     quartets = run.step.quartets
     if len(quartets) >= 2:
-        ratio = statistics.paired(
-            statistics.log_ratios([q.baseline_ms for q in quartets], [q.candidate_ms for q in quartets])
-        )
+        ratios = statistics.log_ratios([q.baseline_ms for q in quartets], [q.candidate_ms for q in quartets])
+        ratio = statistics.speedup(ratios, apart.sd, apart.df)
         results |= {
             "quartets": len(quartets),
             "speedup": math.exp(ratio.mean),

@@ -10,6 +10,7 @@ from . import statistics
 from .attribution import casting_overhead
 from .measurements import FusedTime, Measurements, ModuleRegion, ModuleRun, Quartet
 from .module_sums import total_log_ratios
+from .policy import RunToRun
 from .report import ClassTime, Level
 
 _STEP_SCOPE = (
@@ -24,8 +25,11 @@ _MODULE_SCOPE = (
 )
 
 
-def step_level(m: Measurements, alpha: float) -> Level:
-    """Return the evidence of whole steps: both clocks, where the time goes, and what of it is casting."""
+def step_level(m: Measurements, alpha: float, apart: RunToRun) -> Level:
+    """Return the evidence of whole steps: both clocks, where the time goes, and what of it is casting.
+
+    Intervals hold what runs differ by (``apart``), as the gates' do.
+    """
     baseline, step = "BF16 autocast under torch.compile", m.step_time
     if len(step.quartets) < 2:
         why = {
@@ -42,7 +46,7 @@ def step_level(m: Measurements, alpha: float) -> Level:
         results[clock] = {
             "baseline_ms": _geometric_mean(own),
             "candidate_ms": _geometric_mean(other),
-            **_speedup(statistics.log_ratios(own, other), alpha),
+            **_speedup(statistics.log_ratios(own, other), alpha, apart),
         }
     results["clocks"] = _clocks(step.quartets, step.clocks_note)
     results["warmup_seconds"] = step.warmup_seconds
@@ -56,7 +60,7 @@ def step_level(m: Measurements, alpha: float) -> Level:
     results["casting_overhead"] = casting_overhead(
         step.kernels, results["device_events"]["candidate_ms"], m.fused_time.write_ms if m.fused_time else None
     )
-    results["bf16_fused"] = _fused(m.fused_time, alpha)
+    results["bf16_fused"] = _fused(m.fused_time, alpha, apart)
     attribution: tuple[ClassTime, ...] = tuple(
         {"class": c.name, "baseline_ms": c.baseline_ms, "candidate_ms": c.candidate_ms} for c in step.kernels
     )
@@ -69,7 +73,7 @@ def step_level(m: Measurements, alpha: float) -> Level:
     )
 
 
-def _fused(found: FusedTime | None, alpha: float) -> dict[str, Any] | str:
+def _fused(found: FusedTime | None, alpha: float, apart: RunToRun) -> dict[str, Any] | str:
     """Return the candidate against the same fusion in BF16: what the formats gain, without what fusion gains."""
     if found is None or len(found.quartets) < 2:
         return f"not measured: {(found and found.why) or 'fewer than two quartets'}"
@@ -77,12 +81,12 @@ def _fused(found: FusedTime | None, alpha: float) -> dict[str, Any] | str:
     return {
         "fused_ms": _geometric_mean(own),
         "candidate_ms": _geometric_mean(other),
-        **_speedup(statistics.log_ratios(own, other), alpha),
+        **_speedup(statistics.log_ratios(own, other), alpha, apart),
         "quartets": len(found.quartets),
     }
 
 
-def module_level(m: Measurements, alpha: float) -> Level:
+def module_level(m: Measurements, alpha: float, apart: RunToRun) -> Level:
     """Return the evidence of modules: each region that was timed, all together, and what was left out."""
     found = m.module_time
 
@@ -109,8 +113,8 @@ def module_level(m: Measurements, alpha: float) -> Level:
         for arm in ("baseline", "candidate")
     }
     results = {
-        "modules": [_module(run, alpha) for run in found.modules],
-        "total": sums | _speedup(ratios, alpha),
+        "modules": [_module(run, alpha, apart) for run in found.modules],
+        "total": sums | _speedup(ratios, alpha, apart),
         "covered": found.covered,
         "left_out": [{**_region(left), "why": left.why} for left in found.left_out],
         "clocks": _clocks([q for run in found.modules for q in run.quartets], found.clocks_note),
@@ -119,13 +123,13 @@ def module_level(m: Measurements, alpha: float) -> Level:
     return Level(status="measured", baseline=_MODULE_BASELINE, scope=_MODULE_SCOPE, results=results)
 
 
-def _module(run: ModuleRun, alpha: float) -> dict[str, Any]:
+def _module(run: ModuleRun, alpha: float, apart: RunToRun) -> dict[str, Any]:
     own, other = ([getattr(q, arm) for q in run.quartets] for arm in ("baseline_ms", "candidate_ms"))
     return {
         **_region(run),
         "baseline_ms": _geometric_mean(own),
         "candidate_ms": _geometric_mean(other),
-        **(_speedup(statistics.log_ratios(own, other), alpha)),
+        **_speedup(statistics.log_ratios(own, other), alpha, apart),
         "quartets": len(run.quartets),
         "launch_ms": {
             arm: _geometric_mean(getattr(q, f"{arm}_host_ms") for q in run.quartets)
@@ -146,8 +150,8 @@ def _region(region: ModuleRegion) -> dict[str, Any]:
     }
 
 
-def _speedup(log_ratios: Any, alpha: float) -> dict[str, float]:
-    ratio = statistics.paired(log_ratios)
+def _speedup(log_ratios: Any, alpha: float, apart: RunToRun) -> dict[str, float]:
+    ratio = statistics.speedup(log_ratios, apart.sd, apart.df)
     return {
         "speedup": math.exp(ratio.mean),
         "ci_low": math.exp(ratio.lower(alpha)),

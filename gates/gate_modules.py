@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from . import statistics
+from .gate_run import more_quartets
 from .judgement import Gate, Judgement, Levels, Reason, Status
 from .measurements import Measurements, ModuleTime
 from .module_sums import owners_of_loss, total_log_ratios
@@ -24,7 +25,7 @@ _ABSENT = {
 
 
 def judge_module_time(m: Measurements, policy: Policy, levels: Levels) -> Judgement | None:
-    """Judge the sum over modules by device events: its t interval over quartets, on the log ratio.
+    """Judge the sum over modules by device events: its t interval on the log ratio, over quartets and runs.
 
     None where the report is of a version without this gate. The host's clock decides nothing here: launching a module
     alone takes what a whole step's graph pays once, and ``step_time`` judges that by both clocks.
@@ -33,7 +34,9 @@ def judge_module_time(m: Measurements, policy: Policy, levels: Levels) -> Judgem
     if found is None:
         return None
     threshold = module_threshold(policy)
-    estimate = statistics.paired(total_log_ratios(found.modules)) if _quartets(found) >= 2 else None
+    apart = policy.speed.run_to_run
+    several = _quartets(found) >= 2
+    estimate = statistics.speedup(total_log_ratios(found.modules), apart.sd, apart.df) if several else None
     low = math.exp(estimate.lower(levels.accept)) if estimate else None
     high = math.exp(estimate.upper(levels.reject)) if estimate else None
 
@@ -97,8 +100,4 @@ def _too_little(found: ModuleTime, policy: Policy) -> str:
 
 
 def _more_quartets(found: ModuleTime, policy: Policy, threshold: float) -> str:
-    ratios = total_log_ratios(found.modules)
-    needed = statistics.seeds_needed(float(ratios.mean()), float(ratios.std(ddof=1)), math.log(threshold), policy.alpha)
-    if needed is None or needed <= len(ratios):
-        return "It is so close that more measuring is unlikely to decide it."
-    return f"About {needed - len(ratios)} more quartets would decide it: raise the policy's speed.min_quartets."
+    return more_quartets(total_log_ratios(found.modules), math.log(threshold), policy, "speed.min_quartets")

@@ -6,6 +6,7 @@ import itertools
 import math
 
 import numpy as np
+from numpy.typing import NDArray
 
 from . import statistics
 from .attribution import owner_of_loss
@@ -27,16 +28,15 @@ _SPEED_ABSENT = {
 
 
 def judge_step_time(m: Measurements, policy: Policy, levels: Levels) -> Judgement:
-    """Judge the speedup of the whole step: its t interval over quartets, on the log ratio."""
-    step = m.deciding_step
+    """Judge the speedup of the whole step: its t interval on the log ratio, over quartets and runs."""
+    step, apart = m.deciding_step, policy.speed.run_to_run
     device_time = host_time = None
     if len(step.quartets) >= 2:
-        device_time = statistics.paired(
-            statistics.log_ratios([q.baseline_ms for q in step.quartets], [q.candidate_ms for q in step.quartets])
-        )
-        host_time = statistics.paired(
-            statistics.log_ratios(
-                [q.baseline_host_ms for q in step.quartets], [q.candidate_host_ms for q in step.quartets]
+        device_time, host_time = (
+            statistics.speedup(statistics.log_ratios(own, other), apart.sd, apart.df)
+            for own, other in (
+                ([q.baseline_ms for q in step.quartets], [q.candidate_ms for q in step.quartets]),
+                ([q.baseline_host_ms for q in step.quartets], [q.candidate_host_ms for q in step.quartets]),
             )
         )
     low = math.exp(device_time.lower(levels.accept)) if device_time else None
@@ -79,7 +79,10 @@ def judge_step_time(m: Measurements, policy: Policy, levels: Levels) -> Judgemen
         text += f" Most of what it loses: {kernels} a step." if kernels else ""
         return result("fail", ("too_slow", text + (f" Of modules alone, {modules} lack most." if modules else "")))
     if device_time.lower(levels.accept) < threshold:
-        text = f"The step's speedup is {shown}: the interval holds {policy.min_speedup:g}x. {_more_quartets(m, policy)}"
+        quartets = step.quartets
+        ratios = statistics.log_ratios([q.baseline_ms for q in quartets], [q.candidate_ms for q in quartets])
+        more = more_quartets(ratios, threshold, policy, "speed.budget_seconds")
+        text = f"The step's speedup is {shown}: the interval holds {policy.min_speedup:g}x. {more}"
         return result("undecided", ("speed_interval", text))
     if host_time.lower(levels.accept) < threshold:
         text = (
@@ -90,14 +93,17 @@ def judge_step_time(m: Measurements, policy: Policy, levels: Levels) -> Judgemen
     return result("pass", accept_p=max(device_time.p_above(threshold), host_time.p_above(threshold)))
 
 
-def _more_quartets(m: Measurements, policy: Policy) -> str:
-    quartets = m.deciding_step.quartets
-    ratios = statistics.log_ratios([q.baseline_ms for q in quartets], [q.candidate_ms for q in quartets])
-    spread, n = float(ratios.std(ddof=1)), len(ratios)
-    needed = statistics.seeds_needed(float(ratios.mean()), spread, math.log(policy.min_speedup), policy.alpha)
+def more_quartets(ratios: NDArray[np.float64], threshold: float, policy: Policy, field: str) -> str:
+    """Say how many more quartets, which ``field`` of the policy would allow, may decide; log speedups and threshold."""
+    mean, n, apart = float(ratios.mean()), len(ratios), policy.speed.run_to_run
+    # However long one run measures, what differs between runs stays.
+    endless = statistics.speedup([mean, mean], apart.sd, apart.df)
+    if endless.lower(policy.alpha) < threshold < endless.upper(policy.alpha):
+        return "It is closer than runs come to each other (speed.run_to_run): more measuring would not decide it."
+    needed = statistics.seeds_needed(mean, float(ratios.std(ddof=1)), threshold, policy.alpha)
     if needed is None or needed <= n:
         return "It is so close that more measuring is unlikely to decide it."
-    return f"About {needed - n} more quartets would decide it: raise the policy's speed.budget_seconds."
+    return f"About {needed - n} more quartets would decide it: raise the policy's {field}."
 
 
 def judge_memory(m: Measurements, policy: Policy) -> Judgement:

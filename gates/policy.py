@@ -49,8 +49,20 @@ class StabilityLimits(_Section):
     observe_every: int = Field(default=25, ge=1)
 
 
+class RunToRun(_Section):
+    """What a speedup varies by from one process or GPU to another, which no interval within one run sees.
+
+    The defaults are measured (``benchmarks/run_to_run.json``), rounded up.
+    """
+
+    #: Standard deviation of a speedup, as a share of it; 0 says only what the run itself varied by.
+    sd: Share = Field(default=0.01, ge=0, lt=0.5)
+    #: Degrees of freedom it was measured with: the runs, less one for each thing that was run.
+    df: int = Field(default=3, ge=1)
+
+
 class SpeedPlan(_Section):
-    """How long step time is measured."""
+    """How long step time is measured, and how far one run can be trusted."""
 
     min_quartets: int = Field(default=20, ge=3)
     max_quartets: int = Field(default=100, ge=3)
@@ -63,6 +75,7 @@ class SpeedPlan(_Section):
     bf16_fused_seconds: float = Field(default=20, ge=0)
     #: How long modules alone are compiled and timed, the heaviest first; what is left then is listed with its share.
     module_budget_seconds: float = Field(default=60, gt=0)
+    run_to_run: RunToRun = RunToRun()
 
     @model_validator(mode="after")
     def _ordered(self) -> SpeedPlan:

@@ -17,7 +17,9 @@ from .policy import Policy
 #: Raised where a reader of older reports would misread a new one; such reports are refused.
 SCHEMA_VERSION = 1
 #: Raised where a field is added; every field that came after minor 0 is optional, so older reports stay readable.
-SCHEMA_MINOR = 6
+SCHEMA_MINOR = 7
+#: The first with intervals of speedups that hold what runs differ by.
+_RUN_TO_RUN = 7
 FILES: tuple[str, ...] = ("report.json", "report.md", "report.html", "junit.xml")
 SCHEMA_FILE = Path(__file__).with_name("report.schema.json")
 
@@ -165,6 +167,10 @@ def load_report(path: Path) -> Report:
             f"{path}: schema_minor: found {minor!r}, this version of narrowgate reads up to {SCHEMA_MINOR} of"
             f" schema_version {SCHEMA_VERSION}; {_remedy(data, SCHEMA_VERSION + 1)}"
         )
+    if minor < _RUN_TO_RUN and isinstance(policy := data.get("policy"), dict) and isinstance(policy.get("speed"), dict):
+        # Its intervals are of quartets alone, and so they stay.
+        policy["speed"].setdefault("run_to_run", {"sd": 0})
+        text = json.dumps(data)
     try:
         return Report.model_validate_json(text)
     except ValidationError as error:
@@ -185,15 +191,17 @@ def _remedy(data: dict[str, Any], version: Any) -> str:
 
 
 def decided(report: Report, decision: Decision, policy: Policy) -> Report:
-    """Return ``report`` with another decision on the same measurements."""
-    from .evidence import statistics_of
+    """Return ``report`` with another decision on the same measurements, and evidence as this version states it."""
+    from .evidence import evidence_of, statistics_of
 
     return report.model_copy(
         update={
+            "schema_minor": SCHEMA_MINOR,
             "verdict": decision.verdict,
             "reasons": decision.reasons,
             "gates": decision.gates,
             "policy": policy,
             "statistics": statistics_of(report.measurements, decision),
+            "evidence": evidence_of(report.measurements, policy, report.evidence.quality.baseline),
         }
     )

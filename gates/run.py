@@ -297,7 +297,7 @@ def _report(
         environment=environment(run.source.device) | ({} if ranks is None else {"ranks": ranks.count}),
         gates=decision.gates,
         statistics=statistics_of(m, decision),
-        evidence=evidence_of(m, run.policy.alpha, arithmetic),
+        evidence=evidence_of(m, run.policy, arithmetic),
         policy=run.policy,
         wall_seconds=wall,
         measurements=m,

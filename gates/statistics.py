@@ -70,6 +70,26 @@ def paired(differences: ArrayLike) -> Estimate:
     return Estimate(float(values.mean()), spread / math.sqrt(values.size), values.size - 1)
 
 
+def speedup(log_ratios: ArrayLike, sd: float, df: float) -> Estimate:
+    """Summarise one run's log speedups [quartets], n >= 2, as what other runs would find, too.
+
+    Quartets of one process share where its memory lies, its compiled code and its GPU, so their interval says nothing
+    of what another process would measure. Both variances add up, with the degrees of freedom of Welch and
+    Satterthwaite (1946).
+
+    Args:
+        log_ratios: of :func:`log_ratios`.
+        sd: standard deviation of a log speedup between runs; 0 leaves the quartets' own interval.
+        df: degrees of freedom that ``sd`` was measured with.
+    """
+    within = paired(log_ratios)
+    if not sd:
+        return within
+    own, between = within.error**2, sd**2
+    freedom = (own + between) ** 2 / (own**2 / within.df + between**2 / df)
+    return Estimate(within.mean, math.sqrt(own + between), freedom)
+
+
 def sign_flip_p(differences: ArrayLike, margin: float) -> float:
     """Return the one-sided sign-flip p value of "the mean difference lies below ``margin``".
 

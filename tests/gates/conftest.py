@@ -139,7 +139,7 @@ def _report(m: Measurements, **changes: Any) -> Report:
         environment={"torch": "2.13", "gpu": None},
         gates=decision.gates,
         statistics=statistics_of(m, decision),
-        evidence=evidence_of(m, standard.alpha, "BF16 autocast, under torch.compile"),
+        evidence=evidence_of(m, standard, "BF16 autocast, under torch.compile"),
         policy=standard,
         wall_seconds={"all": 1.5},
         measurements=m,

@@ -142,8 +142,8 @@ def test_real_reports_compare(narrowgate) -> None:
     assert max(map(len, out.splitlines())) < 250
 
 
-def test_two_whole_runs_of_one_gate_agree_but_in_the_time_of_modules() -> None:
-    """As benchmarks/reports/README.md says: no interval over quartets holds what differs between processes."""
+def test_two_whole_runs_of_one_gate_agree() -> None:
+    """As benchmarks/reports/README.md says; no interval over one run's quartets alone would."""
     folder = Path(__file__).parents[2] / "benchmarks" / "reports"
     name = "gem-fp8_gem-small_ml-1m"
     found = compare(*(load_report(folder / run / "report.json") for run in (name, f"{name}_again")))
@@ -151,8 +151,7 @@ def test_two_whole_runs_of_one_gate_agree_but_in_the_time_of_modules() -> None:
     assert found.same_recipe
     assert (found.policy, found.task, found.warnings) == ((), (), ())
     assert all(pair.a and pair.b and pair.a.status == pair.b.status for pair in found.gates)
-    apart = [pair.name for pair in found.gates if pair.intervals == "apart"]
-    assert apart == ["module_time"]
+    assert not [pair.name for pair in found.gates if pair.intervals == "apart"]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from narrowgate.gates.decision import decide, decide_family
 from narrowgate.gates.measurements import Measurements, ModuleProduct, ModuleRun, ModuleTime, Quartet
-from narrowgate.gates.policy import BUILTIN_POLICIES
+from narrowgate.gates.policy import BUILTIN_POLICIES, Policy, RunToRun, SpeedPlan
 from scipy import signal
 
 STANDARD = BUILTIN_POLICIES["standard"]
@@ -19,11 +19,21 @@ DRAWS = 1200
 ALLOWED = STANDARD.alpha + 4 * (STANDARD.alpha * (1 - STANDARD.alpha) / DRAWS) ** 0.5
 
 
-def status_rate(make: Callable[[np.random.Generator], Measurements], gate: str, status: str, seed: int = 0) -> float:
+#: The same, but for what it knows of other runs.
+ONE_RUN = STANDARD.model_copy(update={"speed": SpeedPlan(run_to_run=RunToRun(sd=0))})
+
+
+def status_rate(
+    make: Callable[[np.random.Generator], Measurements],
+    gate: str,
+    status: str,
+    seed: int = 0,
+    policy: Policy = STANDARD,
+) -> float:
     rng = np.random.default_rng(seed)
     hits = 0
     for _ in range(DRAWS):
-        decision = decide(make(rng), STANDARD)
+        decision = decide(make(rng), policy)
         hits += next(g for g in decision.gates if g.name == gate).status == status
     return hits / DRAWS
 
@@ -46,6 +56,11 @@ def test_half_the_margin_passes_with_the_power_that_theory_gives(measurements, n
     assert rate == pytest.approx(power, abs=0.05)
 
 
+def elsewhere(rng: np.random.Generator) -> float:
+    """What all quartets of one run share: how its process and GPU favour one arm."""
+    return float(np.exp(STANDARD.speed.run_to_run.sd * rng.standard_normal()))
+
+
 def test_an_a_a_run_passes_quality_and_claims_no_speedup(measurements, step_time) -> None:
     def same(rng: np.random.Generator) -> Measurements:
         noise = rng.standard_normal
@@ -58,7 +73,7 @@ def test_an_a_a_run_passes_quality_and_claims_no_speedup(measurements, step_time
 
 @pytest.mark.parametrize("drift", ["none", "warm_up", "random_walk"])
 def test_drift_and_resembling_steps_fake_no_speedup(measurements, drift: str) -> None:
-    """Blocks of correlated steps (AR(1), rho 0.8, 0.3 %) under drift; the truth is exactly the speedup asked."""
+    """Blocks of correlated steps (AR(1), rho 0.8, 0.3 %) under drift; the truth of all runs is the speedup asked."""
     from narrowgate.gates.measurements import StepTime
 
     def simulate(rng: np.random.Generator) -> Measurements:
@@ -75,12 +90,12 @@ def test_drift_and_resembling_steps_fake_no_speedup(measurements, drift: str) ->
             "random_walk": np.cumsum(rng.standard_normal(len(noise))) * 0.03 / len(noise) ** 0.5,
         }[drift]
         blocks_ms = 10 * np.exp(np.median((noise + trend).reshape(blocks, steps)[:, 2:], axis=1))
-        quartets = []
+        quartets, here = [], elsewhere(rng)
         for q in range(20):
             four = blocks_ms[4 * q : 4 * q + 4]
             outer, inner = (float(four[0]), float(four[3])), (float(four[1]), float(four[2]))
             a, b = (outer, inner) if q % 2 == 0 else (inner, outer)
-            a = (a[0] * STANDARD.min_speedup, a[1] * STANDARD.min_speedup)
+            a = (a[0] * STANDARD.min_speedup * here, a[1] * STANDARD.min_speedup * here)
             quartets.append(
                 {
                     "order": "ABBA" if q % 2 == 0 else "BAAB",
@@ -90,6 +105,8 @@ def test_drift_and_resembling_steps_fake_no_speedup(measurements, drift: str) ->
         return measurements([0.0] * 8, speed=StepTime.model_validate({"status": "measured", "quartets": quartets}))
 
     assert status_rate(simulate, "step_time", "pass") < ALLOWED
+    # One run's quartets alone take its own process for the truth.
+    assert status_rate(simulate, "step_time", "pass", policy=ONE_RUN) > 5 * STANDARD.alpha
 
 
 def test_modules_timed_in_rounds_under_drift_fake_no_speedup(measurements) -> None:
@@ -104,13 +121,13 @@ def test_modules_timed_in_rounds_under_drift_fake_no_speedup(measurements) -> No
         noise = signal.lfilter([0.003 * 0.6], [1, -0.8], rng.standard_normal(count))
         noise += np.cumsum(rng.standard_normal(count)) * 0.03 / count**0.5
         blocks = np.exp(np.median(noise.reshape(quartets, len(truth), 4, steps)[..., 2:], axis=-1)).swapaxes(0, 1)
-        modules = []
+        modules, here = [], elsewhere(rng)
         for (calls, before, after, share), own in zip(truth, blocks, strict=True):
             timed = []
             for q, four in enumerate(own.tolist()):
                 outer, inner = (four[0], four[3]), (four[1], four[2])
                 a, b = (outer, inner) if q % 2 == 0 else (inner, outer)
-                a, b = tuple(scale * before * x for x in a), tuple(after * x for x in b)
+                a, b = tuple(scale * here * before * x for x in a), tuple(after * x for x in b)
                 order: Any = "ABBA" if q % 2 == 0 else "BAAB"
                 timed.append(
                     Quartet(order=order, baseline_ms=a, candidate_ms=b, baseline_host_ms=a, candidate_host_ms=b)
@@ -124,7 +141,8 @@ def test_modules_timed_in_rounds_under_drift_fake_no_speedup(measurements) -> No
             )  # fmt: skip
         return measurements([0.0] * 8, module_time=ModuleTime(status="measured", modules=tuple(modules)))
 
-    assert 0.01 < status_rate(simulate, "module_time", "pass") < ALLOWED
+    assert 0 < status_rate(simulate, "module_time", "pass") < ALLOWED
+    assert status_rate(simulate, "module_time", "pass", policy=ONE_RUN) > 5 * STANDARD.alpha
 
 
 def test_the_best_of_five_recipes_at_the_margin_is_accepted_no_more_often_than_alpha(measurements) -> None:

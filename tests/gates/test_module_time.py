@@ -114,10 +114,17 @@ def test_the_sum_over_a_steps_calls_decides_not_the_best_module(decided) -> None
 
 
 def test_an_interval_that_holds_the_threshold_is_undecided_and_says_what_would_decide(decided) -> None:
-    noise = 0.05 * np.resize([1, -1], 20)
-    decision, gate, (reason,) = decided(timed(run("a", 1.06, 1.0, noise=noise)))
+    noise = 0.09 * np.resize([1, -1], 20)
+    decision, gate, (reason,) = decided(timed(run("a", 1.09, 1.0, noise=noise)))
     assert (decision.verdict, gate.status, reason.code) == ("inconclusive", "undecided", "module_interval")
-    assert "more quartets would decide it" in reason.text
+    assert "more quartets would decide it: raise the policy's speed.min_quartets" in reason.text
+
+
+@pytest.mark.parametrize("ratio", [1.06, 1.04])
+def test_what_is_closer_than_runs_are_to_each_other_is_undecided_however_long_a_run_measures(decided, ratio) -> None:
+    decision, gate, (reason,) = decided(timed(run("a", ratio, 1.0, noise=0.001 * np.resize([1, -1], 20))))
+    assert (decision.verdict, gate.status, reason.code) == ("inconclusive", "undecided", "module_interval")
+    assert "closer than runs come to each other (speed.run_to_run)" in reason.text
 
 
 @pytest.mark.parametrize(
@@ -167,7 +174,7 @@ def test_a_report_without_the_level_has_no_such_gate(measurements) -> None:
 
 def test_within_a_family_the_accepting_level_of_modules_is_lowered_too(measurements) -> None:
     noise = 0.03 * np.resize([1, -1], 20)
-    m = measurements([0.0] * 8, module_time=timed(run("a", 1.0638, 1.0, noise=noise)))
+    m = measurements([0.0] * 8, module_time=timed(run("a", 1.081, 1.0, noise=noise)))
     assert decide(m, STANDARD).verdict == "accept"
     (in_family, *_) = decide_family([m] * 4, STANDARD)
     assert next(g for g in in_family.gates if g.name == "module_time").status == "undecided"

@@ -218,6 +218,25 @@ def test_a_report_of_an_older_minor_version_is_read_and_gains_what_is_new(tmp_pa
     assert (tmp_path / "report.html").stat().st_size > 10_000
 
 
+def test_intervals_of_a_report_from_before_runs_were_compared_stay_those_of_its_quartets(
+    accepted: Report, tmp_path: Path
+) -> None:
+    path = tmp_path / "report.json"
+    data = json.loads(accepted.files()["report.json"])
+    assert data["policy"]["speed"].pop("run_to_run") == {"sd": 0.01, "df": 3}
+    path.write_text(json.dumps(data | {"schema_minor": 6}))
+    old = load_report(path)
+    assert old.policy.speed.run_to_run.sd == 0
+    before = next(gate for gate in decide(old.measurements, old.policy).gates if gate.name == "step_time")
+    # Decided under a policy of today, gates and evidence hold what runs differ by, and the report is one of today.
+    again = decided(old, decide(old.measurements, accepted.policy), accepted.policy)
+    after = next(gate for gate in again.gates if gate.name == "step_time")
+    shown = again.evidence.step.results["device_events"]
+    assert (after.ci_low, after.ci_high) == (shown["ci_low"], shown["ci_high"])
+    assert after.ci_low < before.ci_low < before.ci_high < after.ci_high
+    assert again.schema_minor == SCHEMA_MINOR
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

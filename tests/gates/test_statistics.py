@@ -118,3 +118,19 @@ def test_holm_keeps_the_chance_of_any_false_accept_within_alpha() -> None:
         any(value < level for value, level in zip(row, statistics.holm_levels(row, 0.05), strict=True)) for row in p
     ]
     assert np.mean(wrong) == pytest.approx(0.05, abs=0.012)
+
+
+def test_a_speedup_holds_what_runs_differ_by() -> None:
+    """Two parts of a variance, each with its own degrees of freedom: Welch's t, as scipy has it of two samples."""
+    own, other = np.array([0.1, 0.14, 0.09, 0.15]), np.array([0.02, -0.01, 0.03])
+    found = statistics.speedup(own, float(other.std(ddof=1) / 3**0.5), 2)
+    expected: Any = stats.ttest_ind(own, other, equal_var=False)
+    assert found.df == pytest.approx(float(expected.df))
+    t = (found.mean - float(other.mean())) / found.error
+    assert t == pytest.approx(float(expected.statistic))
+    assert statistics.speedup(own, 0.0, 3) == statistics.paired(own)
+
+
+def test_however_many_quartets_agree_runs_may_not() -> None:
+    found = statistics.speedup([0.2] * 50, 0.01, 3)
+    assert (found.mean - found.lower(0.05)) / 0.01 == pytest.approx(float(stats.t.ppf(0.95, 3)))
