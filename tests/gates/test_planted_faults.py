@@ -131,6 +131,31 @@ def test_on_a_gpu_a_leak_and_a_sleep_reject_and_are_named(
     assert any(re.search(text, reason.text) for reason in report.reasons if reason.gate == gate)
 
 
+@pytest.mark.gpu
+def test_on_a_gpu_a_slow_cast_kernel_rejects_and_is_named(
+    room: Path, narrowgate: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from narrowgate.precision.kernels import launch
+
+    run = launch._Cast.run
+
+    def slow(self: Any, *inputs: Any) -> Any:
+        for _ in range(100):
+            run(self, *inputs)
+        return run(self, *inputs)
+
+    monkeypatch.setattr(launch._Cast, "run", slow)
+    (room / "quick.yaml").write_text(
+        "extends: loose\nspeed: {budget_seconds: 10, module_budget_seconds: 5, bf16_fused_seconds: 0}\n"
+    )
+    options = ("--task", "ranker:good", "--policy", "quick.yaml", "--seeds", "2", "--device", "cuda", "-q")
+    code, out, err = narrowgate("gate", "all-fp8.yaml", *options)
+    assert code == 1, out + err
+    report = load_report(room / "reports" / "report.json")
+    assert status(report, "step_time") == "fail"
+    assert re.search(r"Most of what it loses: cast \S+ to \S+ ms a step", reasons(report)["too_slow"])
+
+
 def test_a_run_against_itself_passes_quality_and_claims_no_speedup(measure: Callable[..., Any]) -> None:
     report = measure(recipe="bf16")
     assert [(g.status, g.measured) for g in report.gates if g.name in ("ne", "auc")] == [("pass", 0.0)] * 2
