@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import peek_interpreter_stack
 
 from .capability import CPU, Device, current_device, gemm_support
 from .config import OPERANDS, LinearConfig
@@ -248,8 +249,20 @@ def placed_state(module: nn.Module, argument: Tensor | None = None) -> LayerStat
 
     Whoever materialises a module attribute by attribute tells nobody; the state then follows the Parameters, or the
     ``argument`` of a module that has none.
+
+    Raises:
+        NarrowgateError: it runs within ``torch.jit.trace``, the ONNX export by it, or a transform of ``torch.func``.
     """
     state = layer_state(module)
+    if not torch.compiler.is_compiling():
+        tracing = torch._C._get_tracing_state() is not None
+        if tracing or peek_interpreter_stack() is not None:
+            # PyTorch fails on its own there, of an internal map or a method that its user cannot write.
+            raise NarrowgateError(
+                f"layer '{state.name}': low-precision layers do not run within "
+                f"{'torch.jit.trace; torch.export takes them' if tracing else 'transforms of torch.func'}; "
+                "remove_recipe(model) goes back to the model's own layers"
+            )
     if not state.native:
         tensor = next(module.parameters(), argument)
         if tensor is not None:

@@ -7,6 +7,7 @@ import gc
 
 import pytest
 import torch
+from narrowgate.precision.errors import NarrowgateError
 from narrowgate.precision.layer import LowPrecisionLayer
 from narrowgate.recipes import Recipe, Rule, apply_recipe, recipe_state, remove_recipe, resolve
 from torch import nn
@@ -206,3 +207,23 @@ def test_weights_that_cannot_be_kept_are_named_with_the_reason(tower, inner):
         UserWarning, match=r"keep_weights: .* 4 weight\(s\), first 'interaction.0': no cast kernel .* on cpu"
     ):
         plan.wrap_optimizer(optimizer, keep_weights=True)
+
+
+def test_an_exported_model_computes_the_same_for_other_batches_and_after_a_file(tower, inner, ids, tmp_path):
+    apply_recipe(tower, inner)
+    exported = torch.export.export(tower.eval(), (ids,), dynamic_shapes=({0: torch.export.Dim("rows")},))
+    torch.export.save(exported, tmp_path / "tower.pt2")
+    loaded = torch.export.load(tmp_path / "tower.pt2").module()
+    for rows in (ids, ids[:3]):
+        assert torch.equal(loaded(rows), tower(rows))
+
+
+def test_tracing_and_transforms_that_cannot_work_name_the_layer_and_what_does(tower, inner, ids):
+    apply_recipe(tower, inner)
+    jit = r"layer 'interaction\.0': .* torch\.jit\.trace; torch\.export takes them; remove_recipe"
+    with pytest.raises(NarrowgateError, match=jit):
+        torch.jit.trace(tower.eval(), ids)
+    parameters = dict(tower.named_parameters())
+    with pytest.raises(NarrowgateError, match=r"layer 'interaction\.0': .* transforms of torch\.func; remove_recipe"):
+        torch.func.grad(lambda p: torch.func.functional_call(tower, p, (ids,)).sum())(parameters)
+    assert tower(ids).isfinite().all()
