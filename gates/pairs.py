@@ -120,6 +120,7 @@ def combine(pairs: Sequence[Pair]) -> RowIntervals | None:
     first = found[0]
     if any(not _equal(first.labels, other.labels) for other in found[1:]):
         raise RunError("eval_batches() yielded other rows for another seed")
+    _refuse_copies(pairs)
     loss = np.mean([rows.log_loss for rows in found], axis=0)
     difference = np.mean([rows.log_loss_difference for rows in found], axis=0)
     tasks = pairs[0].tasks
@@ -138,6 +139,22 @@ def combine(pairs: Sequence[Pair]) -> RowIntervals | None:
     rows = len(first.labels)
     clusters = rows if first.groups is None else len(np.unique(first.groups))
     return RowIntervals(rows=rows, clusters=clusters, ne=whole.ne, auc=whole.auc, gauc=gauc, slices=slices)
+
+
+def _refuse_copies(pairs: Sequence[Pair]) -> None:
+    """Refuse seeds whose baselines say the same of every row: copies of one run, without the spread between runs."""
+    seen: dict[bytes, int] = {}
+    for pair in pairs:
+        # A model that has learned nothing says the same of all rows of a label, and is told of as not sane.
+        if pair.rows is None or len(np.unique(pair.rows.log_loss)) <= 2 * len(pair.tasks):
+            continue
+        seed = pair.run.seed
+        other = seen.setdefault(pair.rows.log_loss.tobytes(), seed)
+        if other != seed:
+            raise RunError(
+                f"seeds {other} and {seed} trained the same baseline to the bit, so they are one observation: expected "
+                "build_model() to draw from torch's generator as it stands, or train_batches(seed) to follow its seed"
+            )
 
 
 def _row_estimates(

@@ -110,6 +110,29 @@ def test_rows_of_a_pair_give_the_interval_of_their_mean(task) -> None:
     assert rows.clusters == rows.ne["click"].df + 1 == 500
 
 
+def test_seeds_that_repeat_one_training_are_refused_as_one_observation(task) -> None:
+    """A task that seeds its weights itself and reads its data in one order has an interval of no width."""
+    draw, build = task.train_batches, task.build_model
+
+    def seeded() -> nn.Module:
+        torch.manual_seed(0)
+        model = build()
+        model.dropout.p = 0.0  # else masks would tell seeds apart
+        return model
+
+    pairing = Pairing(task, LIMITS)
+    arms = [Arm(task, CPU, recipe, steps=5) for recipe in (None, load_recipe("all-fp8.yaml"))]
+
+    def pairs() -> list[Any]:
+        return [pairing.pair(*(arm.train(seed, quiet) for arm in arms)) for seed in (0, 1)]
+
+    task.build_model = seeded
+    assert combine(pairs()) is not None  # the batches still follow the seed
+    task.train_batches = lambda seed: draw(0)
+    with pytest.raises(RunError, match=r"seeds 0 and 1 trained the same baseline to the bit, .* one observation"):
+        combine(pairs())
+
+
 def test_gradient_norms_see_what_is_not_finite_and_count_sparse_gradients() -> None:
     model: Any = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 1))
     model(torch.tensor([0, 1])).sum().backward()
