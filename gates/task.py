@@ -6,7 +6,7 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -132,6 +132,8 @@ def check_task(task: object, origin: str) -> Task:
     Raises:
         NarrowgateError: a method is missing or is no method.
     """
+    if isinstance(task, type):
+        raise NarrowgateError(f"{origin}: found the class {task.__name__} for a task, expected an instance of it")
     missing = [name for name in _METHODS if not callable(getattr(task, name, None))]
     if missing or not isinstance(task, Task):
         lacks = f"lacks {', '.join(f'{name}()' for name in missing)}"
@@ -165,16 +167,25 @@ def base_rates(task: Task, columns: int) -> Sequence[float | None]:
     method = getattr(task, "base_rates", None)
     if method is None:
         return [None] * columns
-    rates = [float(rate) for rate in method()]
+    found = list(method())
+    try:
+        rates = [float(rate) for rate in found]
+    except (TypeError, ValueError):
+        raise NarrowgateError(f"base_rates(): found {found}, expected {columns} rates between 0 and 1") from None
     if len(rates) != columns or not all(0 < rate < 1 for rate in rates):
         raise NarrowgateError(f"base_rates(): found {rates}, expected {columns} rates between 0 and 1")
     return rates
 
 
 def describe(task: Task) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what the task says of its model (with its training) and of its data, for the report."""
+    """Return what the task says of its model (with its training) and of its data, for the report.
+
+    Raises:
+        NarrowgateError: something in it that a report, which is JSON, cannot hold; names it.
+    """
     method = getattr(task, "describe", None)
     facts = dict(method()) if method is not None else {}
+    _expect_json(facts, "describe()")
     model, data = facts.pop("model", None), facts.pop("data", None)
     model = dict(model) if isinstance(model, dict) else {"name": model or type(getattr(task, "inner", task)).__name__}
     data = dict(data) if isinstance(data, dict) else {"name": data or "of the task"}
@@ -190,6 +201,19 @@ def make_optimizer(task: Task, model: nn.Module) -> Optimizer:
 
     # Fused, as compiled training has it, and as BF16 state is updated in one pass.
     return Adam(model.parameters(), lr=1e-3, fused=True)
+
+
+def _expect_json(value: object, place: str) -> None:
+    if isinstance(value, Mapping):
+        for key, entry in value.items():
+            if not isinstance(key, str):
+                raise NarrowgateError(f"{place}: found the key {key!r}, expected a text")
+            _expect_json(entry, f"{place}: {key}" if place.endswith("()") else f"{place}.{key}")
+    elif isinstance(value, (list, tuple)):
+        for entry in value:
+            _expect_json(entry, place)
+    elif value is not None and not isinstance(value, (str, int, float)):
+        raise NarrowgateError(f"{place}: found a {type(value).__name__}, expected texts, numbers, lists and mappings")
 
 
 def _takes_device(factory: Any) -> bool:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from narrowgate.gates.checked_task import CheckedTask
 from narrowgate.gates.predictions import predict
-from narrowgate.gates.task import Prediction, load_task, make_optimizer, task_names
+from narrowgate.gates.task import Prediction, base_rates, check_task, describe, load_task, make_optimizer, task_names
 from narrowgate.precision.errors import NarrowgateError
 
 ONE = torch.ones(4, 1)
@@ -195,3 +195,31 @@ def test_logits_and_labels_of_other_dtypes_are_read() -> None:
     assert found.labels is not None
     assert found.groups is not None
     assert (found.labels.tolist(), found.groups.tolist()) == ([[1.0]] * 4, [1, 1, 2, 2])
+
+
+@pytest.mark.parametrize(
+    ("facts", "message"),
+    [
+        ({"rows": torch.tensor(3)}, "describe(): rows: found a Tensor, expected texts, numbers, lists and mappings"),
+        ({"data": {"days": [1, {2}]}}, "describe(): data.days: found a set, expected texts"),
+        ({"data": {1: "a"}}, "describe(): data: found the key 1, expected a text"),
+    ],
+)
+def test_facts_that_no_report_can_hold_are_refused_before_anything_trains(facts: Any, message: str) -> None:
+    task = Whole()
+    task.describe = lambda: facts  # type: ignore[method-assign]
+    with pytest.raises(NarrowgateError) as caught:
+        describe(CheckedTask(task))
+    assert str(caught.value).startswith(message)
+
+
+def test_rates_that_are_no_numbers_are_named() -> None:
+    task = Whole()
+    task.base_rates = lambda: ["often"]  # type: ignore[method-assign]
+    with pytest.raises(NarrowgateError, match=r"base_rates\(\): found \['often'\], expected 1 rates between 0 and 1"):
+        base_rates(CheckedTask(task), 1)
+
+
+def test_a_class_for_a_task_is_told_from_an_instance() -> None:
+    with pytest.raises(NarrowgateError, match="--task x: found the class Whole for a task, expected an instance of it"):
+        check_task(Whole, "--task x")
