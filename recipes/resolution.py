@@ -312,8 +312,10 @@ class _Resolution:
             why = f"only modules that cannot be lowered, first '{hit[0].name}' ({hit[0].type}: {hit[0].reason})"
             return f"{patterns} matches {why}"
         count = len(self.targets)
+        if not count:
+            return f"{patterns} matches nothing: the model has no layer that can be lowered"
         near = next((hint for hint in map(self._near, rule.patterns()) if hint), "")
-        if not near and count:
+        if not near:
             near = f" (for example '{self.names[0]}')"
         return f"{patterns} matches none of the model's {count} layers{near}; say optional: true if that is meant"
 
