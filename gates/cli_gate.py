@@ -74,11 +74,11 @@ def gate_command(options: GateOptions) -> int:
     out = Path(options.out or DEFAULT_OUT)
     check_writable(out)
     _store(out, options.fresh)
-    from .progress import make_progress
+    from .progress import make_progress, prints_aside
     from .run import run_gate
 
     try:
-        with make_progress(options.quiet) as progress:
+        with make_progress(options.quiet) as progress, prints_aside():
             reports = run_gate(run, progress)
     except NarrowgateError:
         raise
@@ -160,7 +160,7 @@ def _gates_of_file(options: GateOptions, config: str) -> int:
     _refuse(given, "gate --config takes its gates from the file")
     from .gate_set import run_gates
     from .gates_file import load_gates
-    from .progress import make_progress
+    from .progress import make_progress, prints_aside
     from .resume import settle
 
     specs = load_gates(Path(config), pick_device(options.device))
@@ -168,7 +168,7 @@ def _gates_of_file(options: GateOptions, config: str) -> int:
     check_writable(out)
     forget_summary(out)
     store = _store(out, options.fresh)
-    with make_progress(options.quiet) as progress:
+    with make_progress(options.quiet) as progress, prints_aside():
         outcomes = run_gates(specs, progress, lambda outcome: write_outcome(outcome, out), store)
     for outcome in outcomes:
         if outcome.failure is not None:

@@ -37,7 +37,7 @@ def inspect_command(options: InspectOptions) -> None:
     from ..recipes import load_recipe
     from .cli_gate import pick_device
     from .inspection import inspect_recipe
-    from .progress import make_progress
+    from .progress import make_progress, prints_aside
     from .seeds import watcher
     from .task import TaskSource
 
@@ -49,7 +49,7 @@ def inspect_command(options: InspectOptions) -> None:
         device=pick_device(options.device),
         steps=options.steps,
     )
-    with make_progress(options.quiet) as progress:
+    with make_progress(options.quiet) as progress, prints_aside():
         progress.phase(f"training {options.steps} steps under {recipe.name} on {source.device}, uncompiled")
         found = inspect_recipe(source, recipe, options.seed, watcher(options.seed, recipe.name, progress.step))
     if options.json:

@@ -179,6 +179,7 @@ def plan_command(options: PlanOptions) -> None:
     from ..precision.errors import NarrowgateError
     from ..recipes import load_rates, load_recipe, resolve
     from ..recipes.saved_activations import save_format
+    from .progress import prints_aside
     from .rows import trace_casts, trace_lookups, trace_rows, trace_saved, trace_step
     from .task import TaskSource
 
@@ -200,17 +201,18 @@ def plan_command(options: PlanOptions) -> None:
     source = TaskSource(
         task=options.task, model=options.model or "gem-tiny", data=options.data or "synthetic", device=device
     )
-    task = source.open()
-    built = task.build_model()
-    rows = trace_rows(task, built) if traced else options.rows
-    plan = resolve(loaded, built, device=target, backend=options.backend, rows=rows, rates=rates)
-    if traced:
-        plan = plan.with_trace(trace_step(task, built))
-        if plan.backend == "native" and save_format(loaded) is not None:
-            plan = plan.with_saved(trace_saved(task, built, plan))
-    if options.casts:
-        # In memory, not on the meta device: autocast, which knows no such device, decides what is BF16.
-        plan = plan.with_casts(trace_casts(replace(source, device="cpu").open(), built, plan))
+    with prints_aside():
+        task = source.open()
+        built = task.build_model()
+        rows = trace_rows(task, built) if traced else options.rows
+        plan = resolve(loaded, built, device=target, backend=options.backend, rows=rows, rates=rates)
+        if traced:
+            plan = plan.with_trace(trace_step(task, built))
+            if plan.backend == "native" and save_format(loaded) is not None:
+                plan = plan.with_saved(trace_saved(task, built, plan))
+        if options.casts:
+            # In memory, not on the meta device: autocast, which knows no such device, decides what is BF16.
+            plan = plan.with_casts(trace_casts(replace(source, device="cpu").open(), built, plan))
     if options.wire.shards:
         _print_wire(built, plan, options, None if plan.tables is None else trace_lookups(task, built))
     elif options.json:

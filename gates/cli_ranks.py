@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from ..precision.errors import NarrowgateError
 from . import exits
-from .progress import Progress, Step, make_progress
+from .progress import Progress, Step, make_progress, prints_aside
 from .rank_watch import RankWatch, end
 from .ranks import DEFAULT_LIMIT, Place, Ranks, join, meet
 
@@ -104,7 +104,7 @@ def _gate(options: GateOptions, ranks: Ranks, out: Path, names: list[str], shown
         if options.fresh:
             forget(out / FOLDER)
     names += [recipe.name for recipe in run.recipes]
-    with RankProgress(make_progress(options.quiet or not ranks.first), ranks) as progress:
+    with RankProgress(make_progress(options.quiet or not ranks.first), ranks) as progress, prints_aside():
         shown.append(progress)
         reports = run_gate(run, progress, ranks)
     shown.clear()

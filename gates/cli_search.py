@@ -175,7 +175,7 @@ def search_command(options: SearchOptions) -> int:
     from .cli_gate import check_backend
     from .files import check_writable
     from .policy import load_policy
-    from .progress import make_progress
+    from .progress import make_progress, prints_aside
     from .resume import FOLDER as TRAININGS
     from .resume import forget, settle
     from .search import Found, Limits, search
@@ -203,7 +203,7 @@ def search_command(options: SearchOptions) -> int:
         steps=options.steps,
     )
     found = Found()
-    with make_progress(options.quiet) as progress:
+    with make_progress(options.quiet) as progress, prints_aside():
         progress.phase(f"planning for {planned_for.name}")
         starts = _starts(options, source, bases, planned_for, found)
         progress.phase(f"opening {source.task or f'{source.model} on {source.data}'}")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -159,6 +161,13 @@ class Live(Progress):
             clock.left(),
         )
         return Group(Text(self._text), table, foot) if clock.running else Group(Text(self._text), foot)
+
+
+@contextmanager
+def prints_aside() -> Iterator[None]:
+    """Within, what a user's task prints goes to standard error: standard output holds the report, JSON perhaps."""
+    with redirect_stdout(sys.stderr):
+        yield
 
 
 def make_progress(quiet: bool, stream: TextIO | None = None) -> Progress:

@@ -10,6 +10,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -182,6 +183,7 @@ def _work(pipe: Connection, job: Job) -> None:
     """Run in the child: take seeds from the pipe until there are none."""
     # An interrupt from the keyboard reaches the whole group: the parent ends the children.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.stdout = sys.stderr  # what a task prints is no part of the report
     seed: int | None = None
     try:
         import torch

@@ -177,3 +177,23 @@ def test_an_interrupt_ends_workers_and_leaves_no_report(room: Path) -> None:
     while _group_lives(process.pid):
         assert time.monotonic() < until, "a worker outlived the run"
         time.sleep(0.1)
+
+
+def test_what_a_task_prints_is_no_part_of_the_json(room: Path, narrowgate) -> None:
+    (room / "loud.py").write_text(
+        "import ranker\nprint('read 3 files')\n"
+        "class Loud(ranker.Task):\n"
+        "    def loss(self, model, batch):\n"
+        "        print('a step')\n"
+        "        return super().loss(model, batch)\n"
+    )
+    arguments = ("all-fp8.yaml", "--task", "loud:Loud", "--json")
+    for command in (("plan", "--trace"), ("inspect", "--steps", "2")):
+        _, out, err = narrowgate(command[0], *arguments, *command[1:])
+        assert json.loads(out)
+        assert "a step" in err
+    gate = ["-m", "narrowgate.gates", "gate", *arguments, "--seeds", "1", "--steps", "2", "-q"]  # trains in a worker
+    run = subprocess.run([sys.executable, *gate], capture_output=True, text=True, cwd=room, check=False)
+    assert json.loads(run.stdout)["recipe"]
+    assert "a step" in run.stderr
+    assert "read 3 files" in run.stderr
