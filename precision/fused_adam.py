@@ -21,12 +21,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from .cast_operators import kernels_on_cpu
-from .moments import MOMENTS, Place, distributed_like, local
+from .moments import MOMENTS, ORDINARY, Place, distributed_like, local
 from .step_codes import StepCodes
 
 #: The calls that are met, and whether what decays in them is the parameter.
 _FUSED = {"_fused_adam_": False, "_fused_adamw_": True}
-_ORDINARY = (Tensor, torch.nn.Parameter)
 
 
 class StoredMoment(Tensor):
@@ -230,11 +229,11 @@ def _read(args: Sequence[Any], kwargs: dict[str, Any], decoupled: bool) -> Fused
 
 
 def _plain(x: Tensor) -> bool:
-    return type(x) in _ORDINARY and x.is_contiguous()
+    return type(x) in ORDINARY and x.is_contiguous()
 
 
 def _distributed_alike(parameter: Tensor, grad: Tensor) -> bool:
-    if type(parameter) in _ORDINARY and type(grad) in _ORDINARY:
+    if type(parameter) in ORDINARY and type(grad) in ORDINARY:
         return True
     found = [(getattr(x, "device_mesh", None), getattr(x, "placements", None)) for x in (parameter, grad)]
     return found[0] == found[1]

@@ -37,7 +37,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 #: The one that is never negative, and is divided by.
 _SECOND = "exp_avg_sq"
 #: Types of tensors that hold no other.
-_ORDINARY = (Tensor, torch.nn.Parameter)
+ORDINARY = (Tensor, torch.nn.Parameter)
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def place_of(parameter: Tensor, name: str, spec: Spec) -> Place:
 
 def local(x: Tensor) -> Tensor:
     """The ordinary tensor that this rank holds of ``x``."""
-    if type(x) in _ORDINARY:  # asked many times a step
+    if type(x) in ORDINARY:  # asked many times a step
         return x
     x = getattr(x, "_local_tensor", x)
     if isinstance(x, CodedWeight):
