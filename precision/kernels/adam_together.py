@@ -98,8 +98,8 @@ def _on_device(device: torch.device, key: tuple[Any, ...], numbers: Callable[[],
     stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
     table = _tables.pop((device, stream, key), None)
     if table is None:
-        # From pinned memory the copy waits for nothing that the device has yet to do.
-        table = torch.tensor(numbers(), dtype=torch.int64, pin_memory=device.type == "cuda")
+        # From pinned memory the copy waits for nothing that the device has yet to do. Of the CPU, whatever the default.
+        table = torch.tensor(numbers(), dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
         table = table.to(device, non_blocking=True)
         if len(_tables) >= _CACHED:
             del _tables[next(iter(_tables))]

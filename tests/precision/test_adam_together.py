@@ -132,6 +132,15 @@ def test_tensors_that_moved_are_found_where_they_are():
 
 
 @kernel_test
+def test_tables_are_made_where_they_can_be_copied_from_whatever_the_default_device():
+    ours, theirs = made(), made()
+    with torch.device("meta"):
+        step(ours, True, stochastic=False)
+    step(theirs, False, stochastic=False)
+    assert_alike(ours, theirs)
+
+
+@kernel_test
 def test_no_more_tables_are_kept_than_some_and_those_that_are_used(monkeypatch):
     from narrowgate.precision.kernels import adam_together
 
