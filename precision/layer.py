@@ -190,11 +190,13 @@ class LowPrecisionLayer(nn.Module):
         return module
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        before = next((x.device for x in self.parameters(recurse=False)), None)
         super()._load_from_state_dict(*args, **kwargs)
         # ``load_state_dict(assign=True)`` puts other Parameters in place, of a layer on the meta device above all.
-        state, parameter = layer_state(self), next(self.parameters(recurse=False), None)
-        if parameter is not None and (not state.native or parameter.device != state.draw.device):
-            state.place(parameter.device)
+        # Parameters that stay may lie elsewhere than the layer computes: FSDP2 can keep its shards on the CPU.
+        device = next((x.device for x in self.parameters(recurse=False)), None)
+        if device is not None and device != before:
+            layer_state(self).place(device)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # A lowered class is made at run time, where pickle cannot find it by name.

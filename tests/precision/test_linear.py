@@ -14,6 +14,7 @@ from narrowgate.precision import (
     lower_linear,
     restore_linear,
 )
+from narrowgate.precision.layer import layer_state
 from narrowgate.precision.linear import linear_state, load_linear_state
 from narrowgate.precision.quantization import quantize
 from narrowgate.precision.spec import Spec
@@ -364,6 +365,18 @@ def test_meta_initialised_layers_can_be_lowered_and_materialised(batch):
     nn.init.normal_(module.weight)
     nn.init.zeros_(module.bias)
     assert all(t.isfinite().all() for t in run(module, *batch))
+
+
+def test_weights_loaded_in_place_leave_the_state_where_the_layer_computes(monkeypatch):
+    """FSDP2 that keeps shards on the CPU has Parameters there between steps, and computes elsewhere."""
+    module, placed = lowered(STOCHASTIC), []
+    state = layer_state(module)
+    monkeypatch.setattr(state, "draw", state.draw.to("meta"))  # stands for the device that computes
+    monkeypatch.setattr(state, "place", placed.append)
+    module.load_state_dict(nn.Linear(48, 40).state_dict())
+    assert placed == []
+    module.load_state_dict(nn.Linear(48, 40, device="meta").state_dict(), assign=True)
+    assert placed == [torch.device("meta")]
 
 
 @pytest.mark.gpu
