@@ -149,7 +149,7 @@ def _refuse_copies(pairs: Sequence[Pair]) -> None:
         if pair.rows is None:
             continue
         seed, loss = pair.run.seed, np.ascontiguousarray(pair.rows.log_loss)
-        other = seen.setdefault(sha256(loss).digest(), seed)
+        other = seen.setdefault(sha256(loss.data).digest(), seed)
         # A model that has learned nothing says the same of all rows of a label, and is told of as not sane.
         if other != seed and len(np.unique(loss)) > 2 * len(pair.tasks):
             raise RunError(
