@@ -121,7 +121,6 @@ def combine(pairs: Sequence[Pair]) -> RowIntervals | None:
     first = found[0]
     if any(not _equal(first.labels, other.labels) for other in found[1:]):
         raise RunError("eval_batches() yielded other rows for another seed")
-    _refuse_copies(pairs)
     loss = np.mean([rows.log_loss for rows in found], axis=0)
     difference = np.mean([rows.log_loss_difference for rows in found], axis=0)
     tasks = pairs[0].tasks
@@ -142,8 +141,12 @@ def combine(pairs: Sequence[Pair]) -> RowIntervals | None:
     return RowIntervals(rows=rows, clusters=clusters, ne=whole.ne, auc=whole.auc, gauc=gauc, slices=slices)
 
 
-def _refuse_copies(pairs: Sequence[Pair]) -> None:
-    """Refuse seeds whose baselines say the same of every row: copies of one run, without the spread between runs."""
+def refuse_copies(pairs: Sequence[Pair]) -> None:
+    """Refuse seeds whose baselines say the same of every row: copies of one run, without the spread between runs.
+
+    Raises:
+        RunError: there are such seeds; names two.
+    """
     seen: dict[bytes, int] = {}
     for pair in pairs:
         if pair.rows is None:

@@ -22,7 +22,7 @@ from .environment import environment
 from .evidence import evidence_of, statistics_of
 from .looks import planned
 from .measurements import Measurements, PartQuality, StepTime
-from .pairs import Pair, combine
+from .pairs import Pair, combine, refuse_copies
 from .policy import Policy
 from .progress import Progress
 from .quality_parts import part_quality, parts_of
@@ -145,6 +145,7 @@ def _train(
             by_seed = train_seeds(job, seeds, progress)
         for i, own in enumerate(pairs):
             own += [by_seed[seed][i] for seed in seeds]
+            refuse_copies(own)  # before anything is timed
         if until == last:
             break
         untimed, accept = Timed(StepTime(status="skipped")), run.policy.alpha / len(plans)

@@ -179,6 +179,27 @@ def test_an_interrupt_ends_workers_and_leaves_no_report(room: Path) -> None:
         time.sleep(0.1)
 
 
+def test_seeds_that_repeat_one_training_end_the_run_before_anything_is_timed(
+    room: Path, narrowgate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (room / "fixed.py").write_text(
+        "import ranker, torch\n"
+        "class Fixed(ranker.Task):\n"
+        "    def build_model(self):\n"
+        "        torch.manual_seed(0)\n"
+        "        model = super().build_model()\n"
+        "        model.dropout.p = 0.0  # else masks would tell seeds apart\n"
+        "        return model\n"
+        "    def train_batches(self, seed):\n"
+        "        return super().train_batches(0)\n"
+    )
+    timed: list[object] = []
+    monkeypatch.setattr("narrowgate.gates.run.time_recipes", lambda *_: timed.append(_))
+    code, out, err = narrowgate("gate", "all-fp8.yaml", "--task", "fixed:Fixed", "--seeds", "2", "--steps", "2", "-q")
+    assert (code, out, timed) == (4, "", [])
+    assert "seeds 0 and 1 trained the same baseline to the bit" in err
+
+
 def test_what_a_task_prints_is_no_part_of_the_json(room: Path, narrowgate) -> None:
     (room / "loud.py").write_text(
         "import ranker\nprint('read 3 files')\n"
