@@ -8,7 +8,11 @@ import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import numpy as np
 
 from ..models.prediction import Prediction
 from ..precision.errors import NarrowgateError, did_you_mean
@@ -184,8 +188,7 @@ def describe(task: Task) -> tuple[dict[str, Any], dict[str, Any]]:
         NarrowgateError: something in it that a report, which is JSON, cannot hold; names it.
     """
     method = getattr(task, "describe", None)
-    facts = dict(method()) if method is not None else {}
-    _expect_json(facts, "describe()")
+    facts = _as_json(dict(method()) if method is not None else {}, "describe()")
     model, data = facts.pop("model", None), facts.pop("data", None)
     model = dict(model) if isinstance(model, dict) else {"name": model or type(getattr(task, "inner", task)).__name__}
     data = dict(data) if isinstance(data, dict) else {"name": data or "of the task"}
@@ -203,17 +206,25 @@ def make_optimizer(task: Task, model: nn.Module) -> Optimizer:
     return Adam(model.parameters(), lr=1e-3, fused=True)
 
 
-def _expect_json(value: object, place: str) -> None:
+def _as_json(value: Any, place: str) -> Any:
+    """``value`` as a report holds it: arrays and tensors as numbers; paths, dates and integer keys as texts."""
     if isinstance(value, Mapping):
+        plain: dict[str, Any] = {}
         for key, entry in value.items():
-            if not isinstance(key, str):
-                raise NarrowgateError(f"{place}: found the key {key!r}, expected a text")
-            _expect_json(entry, f"{place}: {key}" if place.endswith("()") else f"{place}.{key}")
-    elif isinstance(value, (list, tuple)):
-        for entry in value:
-            _expect_json(entry, place)
+            if not isinstance(key, (str, int)):
+                raise NarrowgateError(f"{place}: found the key {key!r}, expected a text or an integer")
+            inner = f"{place}: {key}" if place.endswith("()") else f"{place}.{key}"
+            plain[str(key)] = _as_json(entry, inner)
+        return plain
+    if isinstance(value, (list, tuple)):
+        return [_as_json(entry, place) for entry in value]
+    if isinstance(value, (PurePath, date)):
+        return str(value)
+    if isinstance(value, (np.generic, np.ndarray)) or type(value).__module__.partition(".")[0] == "torch":
+        value = value.tolist() if hasattr(value, "tolist") else str(value)
     elif value is not None and not isinstance(value, (str, int, float)):
         raise NarrowgateError(f"{place}: found a {type(value).__name__}, expected texts, numbers, lists and mappings")
+    return value
 
 
 def _takes_device(factory: Any) -> bool:

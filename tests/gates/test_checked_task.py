@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import json
 import sys
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from narrowgate.gates.checked_task import CheckedTask
@@ -200,9 +203,9 @@ def test_logits_and_labels_of_other_dtypes_are_read() -> None:
 @pytest.mark.parametrize(
     ("facts", "message"),
     [
-        ({"rows": torch.tensor(3)}, "describe(): rows: found a Tensor, expected texts, numbers, lists and mappings"),
+        ({"rows": object()}, "describe(): rows: found a object, expected texts, numbers, lists and mappings"),
         ({"data": {"days": [1, {2}]}}, "describe(): data.days: found a set, expected texts"),
-        ({"data": {1: "a"}}, "describe(): data: found the key 1, expected a text"),
+        ({"data": {(1, 2): "a"}}, "describe(): data: found the key (1, 2), expected a text or an integer"),
     ],
 )
 def test_facts_that_no_report_can_hold_are_refused_before_anything_trains(facts: Any, message: str) -> None:
@@ -211,6 +214,18 @@ def test_facts_that_no_report_can_hold_are_refused_before_anything_trains(facts:
     with pytest.raises(NarrowgateError) as caught:
         describe(CheckedTask(task))
     assert str(caught.value).startswith(message)
+
+
+def test_facts_that_have_a_plain_form_are_put_into_it() -> None:
+    task = Whole()
+    task.describe = lambda: {  # type: ignore[method-assign]
+        "rows": torch.tensor(3), "dtype": torch.bfloat16, "mean": np.float32(0.5), "sizes": np.arange(2),
+        "data": {2026: date(2026, 1, 2), "file": Path("a") / "b", "shape": torch.Size([2, 3])},
+    }  # fmt: skip
+    model, data = describe(CheckedTask(task))
+    expected = {"rows": 3, "dtype": "torch.bfloat16", "mean": 0.5, "sizes": [0, 1]}
+    assert json.loads(json.dumps(model | {"name": None})) == expected | {"name": None}
+    assert data == {"2026": "2026-01-02", "file": str(Path("a") / "b"), "shape": [2, 3]}
 
 
 def test_rates_that_are_no_numbers_are_named() -> None:
