@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from . import statistics
 from .attribution import owner_of_loss
 from .judgement import Gate, Judgement, Levels, Reason, Status
-from .measurements import Measurements
+from .measurements import Measurements, StepTime
 from .module_sums import owners_of_loss
 from .policy import Policy
 
@@ -33,11 +33,7 @@ def judge_step_time(m: Measurements, policy: Policy, levels: Levels) -> Judgemen
     device_time = host_time = None
     if len(step.quartets) >= 2:
         device_time, host_time = (
-            statistics.speedup(statistics.log_ratios(own, other), apart.sd, apart.df)
-            for own, other in (
-                ([q.baseline_ms for q in step.quartets], [q.candidate_ms for q in step.quartets]),
-                ([q.baseline_host_ms for q in step.quartets], [q.candidate_host_ms for q in step.quartets]),
-            )
+            statistics.speedup(_log_ratios(step, clock), apart.sd, apart.df) for clock in ("ms", "host_ms")
         )
     low = math.exp(device_time.lower(levels.accept)) if device_time else None
     high = math.exp(device_time.upper(levels.reject)) if device_time else None
@@ -79,9 +75,7 @@ def judge_step_time(m: Measurements, policy: Policy, levels: Levels) -> Judgemen
         text += f" Most of what it loses: {kernels} a step." if kernels else ""
         return result("fail", ("too_slow", text + (f" Of modules alone, {modules} lack most." if modules else "")))
     if device_time.lower(levels.accept) < threshold:
-        quartets = step.quartets
-        ratios = statistics.log_ratios([q.baseline_ms for q in quartets], [q.candidate_ms for q in quartets])
-        more = more_quartets(ratios, threshold, policy, "speed.budget_seconds")
+        more = more_quartets(_log_ratios(step, "ms"), threshold, policy, "speed.budget_seconds")
         text = f"The step's speedup is {shown}: the interval holds {policy.min_speedup:g}x. {more}"
         return result("undecided", ("speed_interval", text))
     if host_time.lower(levels.accept) < threshold:
@@ -91,6 +85,12 @@ def judge_step_time(m: Measurements, policy: Policy, levels: Levels) -> Judgemen
         )
         return result("undecided", ("clocks_disagree", text))
     return result("pass", accept_p=max(device_time.p_above(threshold), host_time.p_above(threshold)))
+
+
+def _log_ratios(step: StepTime, clock: str) -> NDArray[np.float64]:
+    """Return the log speedup of each quartet, by device events (``ms``) or by the host's clock (``host_ms``)."""
+    baseline, candidate = ([getattr(q, f"{arm}_{clock}") for q in step.quartets] for arm in ("baseline", "candidate"))
+    return statistics.log_ratios(baseline, candidate)
 
 
 def more_quartets(ratios: NDArray[np.float64], threshold: float, policy: Policy, field: str) -> str:
