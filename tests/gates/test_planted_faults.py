@@ -140,13 +140,13 @@ def test_on_a_gpu_a_slow_cast_kernel_rejects_and_is_named(
     run = launch._Cast.run
 
     def slow(self: Any, *inputs: Any) -> Any:
-        for _ in range(100):
+        for _ in range(20):
             run(self, *inputs)
         return run(self, *inputs)
 
     monkeypatch.setattr(launch._Cast, "run", slow)
     (room / "quick.yaml").write_text(
-        "extends: loose\nspeed: {budget_seconds: 10, module_budget_seconds: 5, bf16_fused_seconds: 0}\n"
+        "extends: loose\nspeed: {budget_seconds: 20, module_budget_seconds: 5, bf16_fused_seconds: 0}\n"
     )
     options = ("--task", "ranker:good", "--policy", "quick.yaml", "--seeds", "2", "--device", "cuda", "-q")
     code, out, err = narrowgate("gate", "all-fp8.yaml", *options)
