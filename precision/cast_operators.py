@@ -35,7 +35,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -85,6 +85,14 @@ def launches_on(x: Tensor) -> bool:
     return x.is_cuda or (x.device.type == "cpu" and kernels_on_cpu())
 
 
+@cache
+def _launcher() -> Any:
+    # Triton is there where kernels are launched, and an import statement takes the host a tenth of a launch every time.
+    from .kernels.launch import launch_cast
+
+    return launch_cast
+
+
 def _cast(
     leaves: Sequence[Tensor],
     program: str,
@@ -99,9 +107,7 @@ def _cast(
     into: Sequence[Tensor] | None = None,
     summed: bool = False,
 ) -> tuple[Tensor, ...]:
-    from .kernels.launch import launch_cast
-
-    return launch_cast(
+    return _launcher()(
         leaves,
         program,
         _operand(rows, rows_bits, rows_limit),
@@ -198,14 +204,12 @@ def _delayed(
     recording: bool,
     summed: bool = False,
 ) -> tuple[Tensor, ...]:
-    if any(leaf.numel() == 0 for leaf in leaves):
+    if 0 in [leaf.numel() for leaf in leaves]:
         found = _delayed_reference(leaves, program, spec, rows, columns, key, history, pending, saturated, workspace,
                                    recording)  # fmt: skip
         return (*found, _column_sums(leaves, program)) if summed else found
-    from .kernels.launch import launch_cast
-
     operand = _operand(spec, None, limit)
-    codes, scale, turned, second_scale, *sums = launch_cast(
+    codes, scale, turned, second_scale, *sums = _launcher()(
         leaves,
         program,
         operand if rows else None,

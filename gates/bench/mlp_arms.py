@@ -46,8 +46,25 @@ class Block(nn.Module):
         return self.down(F.silu(gate) * up)
 
 
+class Stack(nn.ModuleList):
+    """Blocks one behind the other, as a model has them.
+
+    With a forward of its own it is compiled as a whole: Dynamo does not enter ``nn.Sequential``, and would make a graph
+    of each block.
+    """
+
+    def __init__(self, width: int, hidden: int, blocks: int) -> None:
+        super().__init__(Block(width, hidden) for _ in range(blocks))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return [rows, width] for ``x`` of the same shape."""
+        for block in self:
+            x = block(x)
+        return x
+
+
 def mlp_arms(
-    base: nn.Sequential, wanted: Collection[str], width: int, hidden: int, say: Say, *, compiled: bool
+    base: Stack, wanted: Collection[str], width: int, hidden: int, say: Say, *, compiled: bool
 ) -> Iterator[Arm]:
     """Yield every arm that can run here; BF16, which the others are compared with, always and first.
 
@@ -111,7 +128,7 @@ def accumulate(arm: str, variant: str) -> dict[str, str] | None:
     return {"fprop": "fast", "dgrad": "fast" if row else "accurate", "wgrad": "fast" if row else "accurate"}
 
 
-def _torchao(base: nn.Sequential, say: Say) -> Iterator[Arm]:
+def _torchao(base: Stack, say: Say) -> Iterator[Arm]:
     try:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     except ImportError as error:
@@ -124,7 +141,7 @@ def _torchao(base: nn.Sequential, say: Say) -> Iterator[Arm]:
         yield f"torchao {variant}", model, None
 
 
-def _transformer_engine(base: nn.Sequential, width: int, hidden: int, say: Say) -> Iterator[Arm]:
+def _transformer_engine(base: Stack, width: int, hidden: int, say: Say) -> Iterator[Arm]:
     try:
         import transformer_engine.pytorch as te  # type: ignore[import-not-found]
         from transformer_engine.common import recipe as recipes  # type: ignore[import-not-found]

@@ -25,7 +25,7 @@ from .cast import amax_kernel, cast_kernel
 from .compiled import Launch, scale_launch, sums_launch
 from .device import current_for
 from .leaves import LeafLayout
-from .operands import NO_LIMIT, RMS_LIMIT, Operand, allocate, allocate_codes, sizes
+from .operands import NO_LIMIT, RMS_LIMIT, Operand, allocate, allocate_codes, empty, sizes
 from .partials import SUMMED_PIECES, partial_rows
 from .program import Program, along_function, tile_function
 
@@ -244,8 +244,8 @@ class _Cast:
         if state is not None and into is not None:
             # One scale, wherever the codes go.
             scale = second_scale = scale if self.rows is not None else second_scale
-        scratch = torch.empty(self.scratch, dtype=torch.int32, device=device) if self.scratch else like
-        sums = torch.empty(self.shape[1], dtype=torch.float32, device=device) if self.summed else None
+        scratch = empty((self.scratch,), torch.int32, device) if self.scratch else like
+        sums = empty((self.shape[1],), torch.float32, device) if self.summed else None
         tensors = (codes, scale, turned, second_scale, scratch)
         if not (like.is_cuda and self._again(flat, tensors, limits, keys, bits, state, sums)):
             self._first(flat, tensors, limits, keys, bits, state, sums)
@@ -258,10 +258,10 @@ class _Cast:
         """
         nothing = None
         if self.codes is None or self.turned is None:
-            nothing = torch.empty(0, dtype=torch.float8_e4m3fn, device=device)
+            nothing = empty((0,), torch.float8_e4m3fn, device)
         if one_scale:
-            scale = torch.empty((), dtype=torch.float32, device=device)
-            codes, turned = (allocate_codes(device, wanted, nothing) for wanted in (self.codes, self.turned))
+            scale = empty((), torch.float32, device)
+            codes, turned = [allocate_codes(device, wanted, nothing) for wanted in (self.codes, self.turned)]
             return codes, scale, turned, scale
         return *allocate(device, self.codes, nothing), *allocate(device, self.turned, nothing, scaled=not self.same)
 
@@ -378,7 +378,7 @@ def launch_cast(
         into: takes the results, as they would be returned.
         summed: also return the sums of the columns, FP32 [N].
     """
-    layouts = tuple((leaf.shape, leaf.stride(), leaf.dtype, leaf.device) for leaf in leaves)
+    layouts = tuple([(leaf.shape, leaf.stride(), leaf.dtype, leaf.device) for leaf in leaves])
     length = None if state is None else state[0].numel()
     key = (program, layouts, rows, columns, same, length, recording, summed, tuning.autotune())
     found = _casts.get(key)

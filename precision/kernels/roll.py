@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .compiled import Launch
 from .device import current_for
 
 #: By the addresses of histories and of what is pending: they, on the device.
@@ -28,6 +29,8 @@ _captured: list[Tensor] = []
 #: What was launched before, so is compiled and loaded: device and length, some of which Triton has kernels of their own
 #: for.
 _launched: set[tuple[torch.device, int]] = set()
+#: By device, length and number of histories.
+_launches: dict[tuple[torch.device, int, int], Launch] = {}
 
 
 @triton.jit
@@ -78,7 +81,14 @@ def roll_in_one(histories: Sequence[Tensor], pending: Sequence[Tensor], nothing:
         table = torch.tensor(addresses, dtype=torch.int64).to(device)
         _tables[device, addresses] = table
     with current_for(histories[0]):
-        roll_kernel[(len(pairs),)](table, length, nothing, PADDED=triton.next_power_of_2(length), num_warps=1)
+        known = _launches.get((device, length, len(pairs)))
+        if known is None:
+            known = Launch(roll_kernel, (len(pairs), 1), 1, {"PADDED": triton.next_power_of_2(length)})
+            _launches[device, length, len(pairs)] = known
+        if known.compiled is None:
+            known.first(True, table, length, nothing)
+        else:
+            known.again(torch._C._cuda_getCurrentRawStream(device.index), table.data_ptr(), length, nothing)
     _launched.add((device, length))
     # Nothing else tells who looks at version counters that these were written.
     torch.autograd.graph.increment_version([*histories, *pending])
