@@ -7,8 +7,10 @@ on the launch shape, the sharding, recomputation or the order of calls. PyTorch'
 (optimizer step, micro-batch, call) each time; these may be Python integers or int64 tensors on the device, so a
 compiled or graph-captured step does not bake them in.
 
-**Generator.** Philox4x32-10 (Salmon et al., SC 2011) with counter words (index low, index high, 0, 0) and the key's
-low and high word: exactly Triton's ``tl.randint4x(key, index)`` with an int64 index, so a kernel repeats these bits.
+**Generator.** Philox4x32-7 (Salmon et al., SC 2011: the fewest rounds that pass all tests of TestU01's BigCrush; casts
+wait for these instructions, so the three rounds of margin that simulations take are left out) with counter words
+(index low, index high, 0, 0) and the key's low and high word: exactly Triton's ``tl.randint4x(key, index, 7)`` with an
+int64 index, so a kernel repeats these bits.
 Each counter gives four 32-bit words, used as eight 16-bit numbers: element ``i`` takes counter ``i // 8``, word
 ``(i % 8) // 2``, the low half where i is even and the high half where it is odd.
 """
@@ -30,6 +32,8 @@ from .errors import NarrowgateError
 _MASK32 = 0xFFFF_FFFF
 _ROUND_A, _ROUND_B = 0xD251_1F53, 0xCD9E_8D57
 _KEY_A, _KEY_B = 0x9E37_79B9, 0xBB67_AE85
+#: Rounds of Philox.
+ROUNDS = 7
 #: Elements that one counter serves.
 LANES = 8
 #: Counters that the CPU takes at a time: a round's six arrays of 64 KiB stay in its second-level cache.
@@ -79,11 +83,11 @@ def _shift(x: int | Tensor, bits: int) -> int | Tensor:
 
 
 def philox(key: int | Tensor, counter: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Philox4x32-10 of an int64 ``counter`` under a 64-bit ``key``: four words, int64 in [0, 2**32)."""
+    """Philox4x32-7 of an int64 ``counter`` under a 64-bit ``key``: four words, int64 in [0, 2**32)."""
     k0, k1 = key & _MASK32, (key >> 32) & _MASK32
     c0, c1 = counter & _MASK32, (counter >> 32) & _MASK32
     c2 = c3 = torch.zeros_like(c0)
-    for _ in range(10):
+    for _ in range(ROUNDS):
         # The product of two 32-bit words fills 64 bits; int64 wraps to the same bits, so only the shift needs a mask.
         product_a, product_b = c0 * _ROUND_A, c2 * _ROUND_B
         c0, c1, c2, c3 = (
@@ -145,7 +149,7 @@ def _halves(key: int | Tensor, offset: int, count: int, device: torch.device | s
     return torch.stack(halves, -1).view(-1).narrow(0, skip, count)
 
 
-# An op of its own: traced, Philox is some 150 integer operations a draw, which cost a compiler more time than the
+# An op of its own: traced, Philox is some 100 integer operations a draw, which cost a compiler more time than the
 # whole layer around it, and in eager mode as many launches.
 @torch.library.custom_op("narrowgate::random_bits", mutates_args=())
 def _random_bits_op(key: Tensor, offset: int, count: int) -> Tensor:
@@ -168,7 +172,7 @@ def _fill_on_cpu(key: int, offset: int, count: int) -> NDArray[np.int16]:
     first, skip = offset // LANES, offset % LANES
     counters = (skip + count + LANES - 1) // LANES
     k0, k1 = key & _MASK32, (key >> 32) & _MASK32
-    keys = [(u64((k0 + r * _KEY_A) & _MASK32), u64((k1 + r * _KEY_B) & _MASK32)) for r in range(10)]
+    keys = [(u64((k0 + r * _KEY_A) & _MASK32), u64((k1 + r * _KEY_B) & _MASK32)) for r in range(ROUNDS)]
     factor_a, factor_b, mask, half = u64(_ROUND_A), u64(_ROUND_B), u64(_MASK32), u64(32)
     words = np.empty((counters, 4), np.dtype("<u4"))
     for start in range(0, counters, _CHUNK):

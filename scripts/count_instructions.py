@@ -90,7 +90,7 @@ def main() -> None:
     compiled: list[tuple[Any, Any]] = []
 
     def compile_only(self: Any, keep: bool, *arguments: Any) -> None:
-        kernel = self.kernel.warmup(*arguments, grid=self.grid, **self.constants, num_warps=self.warps)
+        kernel = self.kernel.warmup(*arguments, grid=self.grid, **self.constants, **self.options)
         compiled.append((kernel, self))
 
     launch.Launch.first = compile_only

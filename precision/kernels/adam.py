@@ -18,8 +18,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..stochastic import ROUNDS
 from .device import current_for
 
+_ROUNDS = tl.constexpr(ROUNDS)
 #: Elements a program takes: eight a thread, as many as one counter of Philox serves.
 BLOCK, WARPS = 1024, 4
 INTERPRETED = triton.knobs.runtime.interpret
@@ -195,7 +197,7 @@ def updated(p, g, m, v, size, root, beta1, beta2, eps):
 def _words(key, counter, STOCHASTIC: tl.constexpr):
     """Random words, int32 [n, 2, 2], of counters int64 [n]: the word j // 2 of an element 8 c + j."""
     if STOCHASTIC:
-        w0, w1, w2, w3 = tl.randint4x(tl.load(key), counter)
+        w0, w1, w2, w3 = tl.randint4x(tl.load(key), counter, _ROUNDS)
         words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
     else:
         words = counter

@@ -20,15 +20,22 @@ _KNOWN = triton.__version__.startswith("3.6.")
 class Launch:
     """One kernel with everything decided but its pointers; compiled at the first call."""
 
-    def __init__(self, kernel: Any, grid: tuple[int, int], warps: int, constants: dict[str, Any]) -> None:
+    def __init__(
+        self, kernel: Any, grid: tuple[int, int], warps: int, constants: dict[str, Any], registers: int | None = None
+    ) -> None:
+        """Decide on a kernel, its grid, a program's warps, compile-time constants and most ``registers`` a thread."""
         self.kernel, self.grid, self.warps, self.constants = kernel, grid, warps, constants
+        #: What Triton compiles with, beside constants; its interpreter takes no limit, and has no registers.
+        self.options = {"num_warps": warps}
+        if registers is not None and not _INTERPRETED:
+            self.options["maxnreg"] = min(registers, 255)
         self.compiled: Any = None
         names = kernel.arg_names
         self.tail = tuple(constants[name] for name in names[len(names) - len(constants) :])
 
     def first(self, keep: bool, *arguments: Any) -> None:
         """Launch through Triton, which compiles what it has not seen; ``keep`` the result for :meth:`again`."""
-        compiled = self.kernel[self.grid](*arguments, **self.constants, num_warps=self.warps)
+        compiled = self.kernel[self.grid](*arguments, **self.constants, **self.options)
         if keep and not _INTERPRETED:
             run, fixed = _launcher(compiled.run)
             self.compiled = run, (compiled.function, *fixed, compiled.packed_metadata, None, None, None)

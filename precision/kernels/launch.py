@@ -39,8 +39,11 @@ CAST_TILE = (32, 128, 1, 4)
 HISTORY_TILE = (32, 128, 4, 4)
 #: An RMS is found by each program anew, in FP64, from partial sums: by fewer of them still.
 RMS_TILE = (32, 128, 8, 4)
-#: Blocks of 128 need tiles of 128: by eight warps, of whose registers a multiprocessor holds two programs.
+#: Blocks of 128 need tiles of 128, by eight warps. A multiprocessor should hold two such programs, so that one computes
+#: while the other waits for memory: their registers are limited to half of it. (Of a program with two results so much
+#: would be spilled that each has it to itself.)
 BLOCK_TILE = (128, 128, 1, 8)
+_REGISTERS = 65536
 #: Programs that keep every multiprocessor of a large GPU busy several times over: where there are more tiles than that,
 #: a program takes several.
 _AMAX_PROGRAMS, _CAST_PROGRAMS = 512, 2048
@@ -149,7 +152,8 @@ class _Cast:
             "LOOP": loop,
         }  # fmt: skip
         grid = (triton.cdiv(self.count, bm * loop), triton.cdiv(self.width, bn))
-        self.cast = Launch(cast_kernel, grid, warps, constants)
+        crowded = blocked and self.program.pieces == 1
+        self.cast = Launch(cast_kernel, grid, warps, constants, _REGISTERS // (2 * 32 * warps) if crowded else None)
         if not summed_first:
             sum_parts = grid[0] * (1 if self.program.pieces <= SUMMED_PIECES else loop)
         if self.amax is None:

@@ -12,10 +12,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..stochastic import ROUNDS
+
 #: Modes of stochastic rounding of a kernel's operand.
 NEAREST, PHILOX, GIVEN_BITS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 #: Triton's interpreter runs no assembly.
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+_ROUNDS = tl.constexpr(ROUNDS)
 
 
 @triton.jit
@@ -186,19 +189,19 @@ _ROUND = (
 _PHILOX = tl.constexpr(
     "{.reg .b64 a, b; .reg .b32 x, y, z, w, k, l, p, q, g, h; mov.b32 k, $6; mov.b32 l, $7;"
     "mul.wide.u32 a, $4, 0xD2511F53; mov.b64 {w, h}, a; xor.b32 x, $5, k; xor.b32 z, h, l; mov.b32 y, 0;"
-    + 9 * _ROUND
+    + (ROUNDS - 1) * _ROUND
     + "mov.b32 $0, x; mov.b32 $1, y; mov.b32 $2, z; mov.b32 $3, w;}"
 )
 
 
 @triton.jit
 def philox(key, counter):
-    """Philox4x32-10 of an int64 ``counter`` under an int64 ``key``: the four 32-bit words of ``tl.randint4x``.
+    """Philox4x32-7 of an int64 ``counter`` under an int64 ``key``: the four 32-bit words of ``tl.randint4x``.
 
     In one piece, which also costs a layout pass of Triton's so little that it draws anew rather than move bits.
     """
     if _INTERPRETED:
-        return tl.randint4x(key, counter)
+        return tl.randint4x(key, counter, _ROUNDS)
     else:  # noqa: RET505 - a branch not taken must not be compiled, so one return a branch
         return tl.inline_asm_elementwise(
             _PHILOX, "=r,=r,=r,=r,r,r,r,r",

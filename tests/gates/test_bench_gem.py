@@ -90,22 +90,34 @@ def test_every_part_runs_on_a_cpu_and_claims_nothing(
 
 
 @pytest.mark.gpu
+@pytest.mark.timeout(600)  # three models are compiled, beside other tests
 def test_a_gpu_is_measured_compiled_with_memory_and_breakdown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "found.json"
-    # Each arm compiles a model, the longest thing that is tested on a GPU; determinism has a test of its own.
     arms = ("--arms", "bf16-fused", "gem-fp8")
-    parts = ("--attention", "--loader")
-    assert run(monkeypatch, "--tiny", "--rounds", "3", "--steps", "3", "--out", str(out), *arms, *parts) == 0
-    found = json.loads(out.read_text())
-    assert {entry["name"].partition(",")[0] for entry in found["runs"][0]["skipped"]} <= {"fbgemm_hstu"}
-    steps = [row for row in found["rows"] if row["case"].endswith("rows")]
+    assert run(monkeypatch, "--tiny", "--rounds", "3", "--steps", "3", "--out", str(out), *arms) == 0
+    steps = [row for row in json.loads(out.read_text())["rows"] if row["case"].endswith("rows")]
     assert [row["arm"] for row in steps] == ["bf16", "bf16_fused", "narrowgate"]
     for row in steps:
         assert row["ci"][0] <= row["ratio"] <= row["ci"][1]
         assert row["peak_bytes"] > row["rest_bytes"] > 0
-        assert sum(row["breakdown"].values()) == pytest.approx(row["ms"], rel=0.5)
+        # Of one step alone: in the toy's fractions of a millisecond what else runs on the machine counts double.
+        assert sum(row["breakdown"].values()) == pytest.approx(row["ms"], rel=0.8)
     assert steps[2]["breakdown"]["gemm fp8"] > 0
     assert steps[0]["breakdown"]["attention"] > 0
+
+
+@pytest.mark.gpu
+def test_a_gpu_measures_attention_and_the_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "found.json"
+    parts = ("--attention", "--loader")
+    assert run(monkeypatch, "--tiny", "--rounds", "3", "--steps", "3", "--out", str(out), *parts) == 0
+    found = json.loads(out.read_text())
+    assert {entry["name"].partition(",")[0] for entry in found["runs"][0]["skipped"]} <= {"fbgemm_hstu"}
+    attention = {row["arm"]: row for row in found["rows"] if "attention" in row["case"]}
+    assert {"padded", "narrowgate"} <= attention.keys()
+    assert attention["narrowgate"]["relative_error"] < 0.02
+    (loader,) = [row for row in found["rows"] if row["case"].endswith("loader")]
+    assert loader["exposed"] is not None
 
 
 @pytest.mark.parametrize(

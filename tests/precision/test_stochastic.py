@@ -76,10 +76,10 @@ def test_the_bias_over_all_random_words_is_below_1e_4_of_a_step():
 
 
 def _philox_reference(key: int, counter: int) -> list[int]:
-    """Philox4x32-10 with Python integers, from Salmon et al. (SC 2011), section 3.3."""
+    """Philox4x32-7 with Python integers, from Salmon et al. (SC 2011), section 3.3."""
     k = [key & 0xFFFFFFFF, key >> 32 & 0xFFFFFFFF]
     c = [counter & 0xFFFFFFFF, counter >> 32 & 0xFFFFFFFF, 0, 0]
-    for _ in range(10):
+    for _ in range(7):
         a, b = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
         c = [(b >> 32) ^ c[1] ^ k[0], b & 0xFFFFFFFF, (a >> 32) ^ c[3] ^ k[1], a & 0xFFFFFFFF]
         k = [(k[0] + 0x9E3779B9) & 0xFFFFFFFF, (k[1] + 0xBB67AE85) & 0xFFFFFFFF]
@@ -87,8 +87,8 @@ def _philox_reference(key: int, counter: int) -> list[int]:
 
 
 def test_the_reference_generator_gives_random123s_known_answer():
-    # Random123's kat_vectors, philox4x32-10, counter and key all zero.
-    assert _philox_reference(0, 0) == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    # Random123's kat_vectors, philox4x32 with 7 rounds, counter and key all zero.
+    assert _philox_reference(0, 0) == [0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48]
 
 
 @pytest.mark.parametrize("key", [0, 1, -1, 0x1234_5678_9ABC_DEF0, -0x7FFF_FFFF_FFFF_FFFF])
@@ -237,7 +237,7 @@ def test_the_bits_are_those_of_tritons_randint4x():
     @triton.jit
     def draw(out, key):
         index = tl.arange(0, 256)
-        w0, w1, w2, w3 = tl.randint4x(key, index.to(tl.int64))
+        w0, w1, w2, w3 = tl.randint4x(key, index.to(tl.int64), 7)
         tl.store(out + index * 4 + 0, w0.to(tl.int32, bitcast=True))
         tl.store(out + index * 4 + 1, w1.to(tl.int32, bitcast=True))
         tl.store(out + index * 4 + 2, w2.to(tl.int32, bitcast=True))
