@@ -22,7 +22,7 @@ from ...precision.gemm import scaled_gemm
 from ...precision.layer import LowPrecisionLayer, end_step
 from ...precision.quantization import quantize
 from .mlp_arms import ARMS, VARIANTS, Stack, accumulate, config, mlp_arms
-from .timing import Say, Work, compiled_already, graph_of, in_turns, load_libraries, milliseconds, warmed
+from .timing import Say, Work, compiled_already, graph_of, in_turns, load_libraries, replayed_milliseconds, warmed
 
 #: Case -> (rows, width, hidden width).
 CASES = {"d1024": (16384, 1024, 4096), "d2048": (16384, 2048, 8192), "d4096": (16384, 4096, 8192)}
@@ -222,8 +222,7 @@ def floor(variant: str, rows: int, width: int, hidden: int, copy_rate: float) ->
                 for size, spec in ((m, gemm.first), (n, gemm.second))
             )
             run = lambda a=a, b=b, gemm=gemm: scaled_gemm(a, b, gemm, native=True, out_dtype=torch.bfloat16)  # noqa: E731
-            run()
-            gemms += statistics.median(milliseconds(run) for _ in range(7))
+            gemms += replayed_milliseconds(run, "cuda")
     # Passes over a tensor of BF16 before its codes are written: one, or two where the scale must be known first.
     reads = 2 if variant in ("current", "row") else 1
     elements = {

@@ -116,8 +116,9 @@ def test_a_gpu_measures_attention_and_the_loader(tmp_path: Path, monkeypatch: py
     attention = {row["arm"]: row for row in found["rows"] if "attention" in row["case"]}
     assert {"padded", "narrowgate"} <= attention.keys()
     assert attention["narrowgate"]["relative_error"] < 0.02
-    (loader,) = [row for row in found["rows"] if row["case"].endswith("loader")]
-    assert loader["exposed"] is not None
+    loader = {row["variant"]: row for row in found["rows"] if row["case"].endswith("loader")}
+    assert loader.keys() == {"staged", "streamed"}
+    assert loader["streamed"]["ci"][0] <= loader["streamed"]["exposed"] <= loader["streamed"]["ci"][1]
 
 
 @pytest.mark.parametrize(
