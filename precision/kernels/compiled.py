@@ -28,7 +28,7 @@ class Launch:
         #: What Triton compiles with, beside constants; its interpreter takes no limit, and has no registers.
         self.options = {"num_warps": warps}
         if registers is not None and not _INTERPRETED:
-            self.options["maxnreg"] = min(registers, 255)
+            self.options["maxnreg"] = registers
         self.compiled: Any = None
         names = kernel.arg_names
         self.tail = tuple(constants[name] for name in names[len(names) - len(constants) :])

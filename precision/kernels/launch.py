@@ -39,10 +39,9 @@ CAST_TILE = (32, 128, 1, 4)
 HISTORY_TILE = (32, 128, 4, 4)
 #: An RMS is found by each program anew, in FP64, from partial sums: by fewer of them still.
 RMS_TILE = (32, 128, 8, 4)
-#: Blocks of 128 need tiles of 128, by eight warps. A multiprocessor should hold two such programs, so that one computes
-#: while the other waits for memory: their registers are limited to half of it. (Of a program with two results so much
-#: would be spilled that each has it to itself.)
+#: Blocks of 128 need tiles of 128: by eight warps, of which two programs should fit a multiprocessor.
 BLOCK_TILE = (128, 128, 1, 8)
+#: Registers of a multiprocessor of Hopper and Blackwell, handed out by eights a thread.
 _REGISTERS = 65536
 #: Programs that keep every multiprocessor of a large GPU busy several times over: where there are more tiles than that,
 #: a program takes several.
@@ -152,8 +151,7 @@ class _Cast:
             "LOOP": loop,
         }  # fmt: skip
         grid = (triton.cdiv(self.count, bm * loop), triton.cdiv(self.width, bn))
-        crowded = blocked and self.program.pieces == 1
-        self.cast = Launch(cast_kernel, grid, warps, constants, _REGISTERS // (2 * 32 * warps) if crowded else None)
+        self.cast = Launch(cast_kernel, grid, warps, constants, self._most_registers(blocked, warps))
         if not summed_first:
             sum_parts = grid[0] * (1 if self.program.pieces <= SUMMED_PIECES else loop)
         if self.amax is None:
@@ -208,6 +206,16 @@ class _Cast:
         bm, bn, most, warps = tile
         tiles = triton.cdiv(self.count, bm) * triton.cdiv(self.width, bn)
         return bm, bn, max(1, min(most, tiles // programs)), warps
+
+    def _most_registers(self, blocked: bool, warps: int) -> int | None:
+        """Registers a thread so that programs share a multiprocessor: some compute while others wait for memory.
+
+        None where the compiler asks for few, or so much would be spilled (two results a program) that it costs more.
+        """
+        if self.program.pieces > 1 or not (blocked or _PHILOX in self.modes):
+            return None
+        warps_at_a_time = 16 if blocked else 20
+        return _REGISTERS // (32 * warps_at_a_time) // 8 * 8 if warps <= warps_at_a_time // 2 else None
 
     def _apart(self, leaves: Sequence[Tensor]) -> bool:
         if _INTERPRETED:
