@@ -121,7 +121,7 @@ def roll(histories: Sequence[AmaxHistory], group: ProcessGroup | None = None) ->
     # A few operations for all histories of one length, not a few for each: a model has hundreds.
     by_length: dict[int, list[AmaxHistory]] = {}
     for history in histories:
-        by_length.setdefault(len(history.history), []).append(history)
+        by_length.setdefault(history.history.numel(), []).append(history)
     if group is None and launches_on(histories[0].history):
         from .kernels.roll import roll_in_one
 
