@@ -143,7 +143,7 @@ def test_on_a_gpu_a_slow_cast_kernel_rejects_and_is_named(
     def slow(self: Any, *inputs: Any) -> Any:
         if own[0]:
             own[0] = False
-            for _ in range(3):  # of 800 MB: the device, not the host, is what takes longer
+            for _ in range(3):  # of 1 GB: the device, not the host, is what takes longer
                 torch.ops.narrowgate.cast_fp8([large], "mn|0", spec, spec, *[None] * 6)
             own[0] = True
         return run(self, *inputs)
