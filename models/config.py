@@ -61,6 +61,8 @@ class GemConfig:
     #: such bias; needs a data source with times.
     time_buckets: int = 0
     head_hidden: int = 128
+    #: Whether log odds have a linear part in the row's ids, values and numbers, beside the network's.
+    first_order: bool = False
     #: Feed-forward networks that each layer's feature tokens are spread over; 0 for none.
     experts: int = 0
     #: Experts that one token goes to, and their hidden width.

@@ -17,6 +17,7 @@ from .config import GemConfig
 from .embedding import EventEncoder, SparseArch
 from .experts import Experts
 from .features import FeatureSpec
+from .first_order import FirstOrder
 from .functional import ACTIVATION_FUNCTIONS, TokenMixer, linear
 from .interaction import Interaction
 from .jagged import Jagged, Rows, Window, append_tokens
@@ -102,6 +103,7 @@ class GemModel(nn.Module):
         self.cross = CrossArch(counts[-1], config)
         width = (config.n_summary + config.n_sequence_summary + counts[-1]) * config.d
         self.heads = nn.ModuleList(Head(width, config) for _ in features.tasks)
+        self.first_order = FirstOrder(features) if config.first_order else None
 
     def forward(self, batch: Batch) -> Tensor:
         """Return logits [B, tasks], FP32.
@@ -128,7 +130,8 @@ class GemModel(nn.Module):
         of_features, of_sequence = self.cross(features, tokens, window, tail)
         parts = (part.flatten(1).to(features.dtype) for part in (of_features, of_sequence, features))
         joined = torch.cat(list(parts), 1)
-        return torch.cat([head(joined) for head in self.heads], 1).float()
+        odds = torch.cat([head(joined) for head in self.heads], 1).float()
+        return odds if self.first_order is None else odds + self.first_order(batch)
 
     def _stream_dtype(self, kind: str) -> torch.dtype | None:
         """Return the type that the residual streams keep on a kind of device; None for the type they come in."""

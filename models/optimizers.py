@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import AdamW, Optimizer
 from torch.optim.adam import adam
 
 from ..precision.cast_operators import launches_on
+from .first_order import first_order_parameters
 from .presets import TrainingConfig
 from .schedule import learning_rate, scheduled_adam
 
@@ -99,7 +100,8 @@ class AdamWithRowwiseAdagrad(Optimizer):
             beta1=beta1,
             beta2=beta2,
             lr=group["lr"],
-            weight_decay=0.0,
+            weight_decay=group.get("weight_decay", 0.0),
+            decoupled_weight_decay="weight_decay" in group,
             eps=group["eps"],
             maximize=False,
         )
@@ -178,16 +180,29 @@ class _Schedule:
 def scheduled_optimizer(model: nn.Module, steps: int, training: TrainingConfig) -> Optimizer:
     """Return the optimizer of a preset, whose rates follow its own steps.
 
-    Adam on everything, or with rowwise Adagrad on the embedding tables where ``training.table_lr`` says so.
+    Adam on everything, or with rowwise Adagrad on the embedding tables where ``training.table_lr`` says so. A
+    first-order part has a rate of its own, and its weights decay (AdamW, arXiv:1711.05101).
     """
-    if training.table_lr is None:
+    first_order = [p for p in first_order_parameters(model) if p.requires_grad]
+    if training.table_lr is None and not first_order:
         return scheduled_adam(model, steps, training)
-    tables = [p for p in table_parameters(model) if p.requires_grad]
-    inside = {id(p) for p in tables}
+    tables = [] if training.table_lr is None else [p for p in table_parameters(model) if p.requires_grad]
+    inside = {id(p) for p in (*tables, *first_order)}
     dense = [p for p in model.parameters() if p.requires_grad and id(p) not in inside]
-    optimizer = AdamWithRowwiseAdagrad(
-        dense, tables, lr=training.lr, table_lr=training.table_lr, betas=training.betas, eps=training.eps
-    )
+    usual: dict[str, Any] = {"lr": training.lr, "betas": training.betas, "eps": training.eps}
+    decaying = {
+        **usual,
+        "params": first_order,
+        "lr": training.first_order_lr,
+        "weight_decay": training.first_order_decay,
+    }
+    optimizer: Optimizer
+    if training.table_lr is None:
+        optimizer = AdamW([{"params": dense, "weight_decay": 0.0}, decaying], **usual, fused=True)
+    else:
+        optimizer = AdamWithRowwiseAdagrad(dense, tables, table_lr=training.table_lr, **usual)
+        if first_order:
+            optimizer.add_param_group({**decaying, "rowwise": False, "fused": True})
     first = learning_rate(0, steps, training) / training.lr
     for group in optimizer.param_groups:
         group["step_index"], group["peak_lr"] = 0, group["lr"]

@@ -34,6 +34,9 @@ class TrainingConfig:
     warmup: float = 0.1
     #: Peak rate of rowwise Adagrad on the embedding tables; None for Adam on them too.
     table_lr: float | None = None
+    #: Of a model's first-order part: the peak rate, and the share of the rate by which its weights shrink each step.
+    first_order_lr: float = 0.1
+    first_order_decay: float = 0.03
     #: Training batches are filled with dead tokens up to a multiple of this many tokens.
     token_multiple: int = 16
     #: Deals rows into batches of even token counts; None leaves them as shuffled.

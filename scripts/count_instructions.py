@@ -52,11 +52,14 @@ CASES: list[tuple[str, str, list[Any], str, str]] = [
     ("gate's gradient", GATE, WIDE * 3, "fp8_e4m3/128x128", "="),
     ("BF16", IDENTITY, WIDE, "fp8_e4m3/1x128", "fp8_e4m3/1x128"),
     ("BF16", IDENTITY, WIDE, "fp8_e4m3/1x128+sr", "fp8_e4m3/1x128+sr"),
+    ("BF16", IDENTITY, WIDE, "fp8_e4m3/128x128+sr", "fp8_e4m3/128x128+sr"),
+    ("BF16", IDENTITY, WIDE, "fp8_e4m3/row+sr", "fp8_e4m3/row+sr"),
     ("BF16", IDENTITY, WIDE, "fp8_e4m3/row", "fp8_e4m3/row"),
     ("BF16", IDENTITY, WIDE, "fp8_e4m3", "="),
     ("BF16", IDENTITY, WIDE, "fp8_e4m3+sr", "="),
     ("BF16", IDENTITY, WIDE, "fp8_e4m3+delayed(16)+sr", ""),
     ("BF16", IDENTITY, WIDE, "fp8_e4m3+clip(rms=4)", "="),
+    ("BF16", IDENTITY, WIDE, "fp8_e4m3+clip(rms=4)+sr", "fp8_e4m3+clip(rms=4)+sr"),
 ]  # fmt: skip
 #: Of them, those that are counted with the sums of columns, too: a bias' gradient.
 SUMMED = {

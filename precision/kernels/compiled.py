@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import triton
 
 from .operands import Operand
@@ -14,7 +15,7 @@ from .partials import SUMS_TILE, quantized_sums_kernel, scale_kernel
 
 _INTERPRETED = triton.knobs.runtime.interpret
 #: Whether launchers are those that are known here: they have no published interface.
-_KNOWN = triton.__version__.startswith("3.6.")
+_KNOWN = triton.__version__.startswith("3.6.") and torch.version.hip is None
 
 
 class Launch:
@@ -41,7 +42,7 @@ class Launch:
             self.compiled = run, (compiled.function, *fixed, compiled.packed_metadata, None, None, None)
 
     def again(self, stream: int, *arguments: Any) -> None:
-        """Launch what was compiled on ``stream``; addresses, not tensors.
+        """Launch what was compiled on ``stream``; addresses, not tensors. Triton's launch hooks do not see it.
 
         For each tensor the launcher would ask the driver whose memory it is.
         """
@@ -57,6 +58,22 @@ def _launcher(run: Any) -> tuple[Any, tuple[Any, ...]]:
     """
     known = _KNOWN and not run.global_scratch_size and not run.profile_scratch_size
     return (run.launch, (run.launch_cooperative_grid, run.launch_pdl, None, None)) if known else (run, ())
+
+
+def most_registers(warps: int, *, blocked: bool, tensor: bool) -> int | None:
+    """Return the registers a thread at which programs of a stochastic cast share a multiprocessor.
+
+    Drawing takes them as long as memory does: some programs compute while others wait. The limits are of Hopper's and
+    Blackwell's 65,536 registers, given out by eights. They are for what spills little within them; None for others.
+
+    Args:
+        warps: of a program.
+        blocked: by blocks of 128, without sums of columns: two programs of eight warps.
+        tensor: with scales of tensors that are found before: five programs of four warps.
+    """
+    if blocked and warps == 8:
+        return 128
+    return 96 if tensor and warps == 4 else None
 
 
 def scale_launch(operand: Operand | None, size: int, parts: int) -> tuple[Launch, int, int]:

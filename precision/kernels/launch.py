@@ -22,7 +22,7 @@ from ..cast_operators import granularity_code, matrix, overflow
 from ..stochastic import random_bits
 from . import tuning
 from .cast import amax_kernel, cast_kernel
-from .compiled import Launch, scale_launch, sums_launch
+from .compiled import Launch, most_registers, scale_launch, sums_launch
 from .device import current_for
 from .leaves import LeafLayout
 from .operands import NO_LIMIT, RMS_LIMIT, Operand, allocate, allocate_codes, empty, sizes
@@ -41,8 +41,6 @@ HISTORY_TILE = (32, 128, 4, 4)
 RMS_TILE = (32, 128, 8, 4)
 #: Blocks of 128 need tiles of 128: by eight warps, of which two programs should fit a multiprocessor.
 BLOCK_TILE = (128, 128, 1, 8)
-#: Registers of a multiprocessor of Hopper and Blackwell, handed out by eights a thread.
-_REGISTERS = 65536
 #: Programs that keep every multiprocessor of a large GPU busy several times over: where there are more tiles than that,
 #: a program takes several.
 _AMAX_PROGRAMS, _CAST_PROGRAMS = 512, 2048
@@ -151,7 +149,11 @@ class _Cast:
             "LOOP": loop,
         }  # fmt: skip
         grid = (triton.cdiv(self.count, bm * loop), triton.cdiv(self.width, bn))
-        self.cast = Launch(cast_kernel, grid, warps, constants, self._most_registers(blocked, warps))
+        registers = None
+        if _PHILOX in self.modes and self.program.pieces == 1:
+            found = history is None and set(granularities) <= {"tensor", None}
+            registers = most_registers(warps, blocked=blocked and not self.summed, tensor=found)
+        self.cast = Launch(cast_kernel, grid, warps, constants, registers)
         if not summed_first:
             sum_parts = grid[0] * (1 if self.program.pieces <= SUMMED_PIECES else loop)
         if self.amax is None:
@@ -206,16 +208,6 @@ class _Cast:
         bm, bn, most, warps = tile
         tiles = triton.cdiv(self.count, bm) * triton.cdiv(self.width, bn)
         return bm, bn, max(1, min(most, tiles // programs)), warps
-
-    def _most_registers(self, blocked: bool, warps: int) -> int | None:
-        """Registers a thread so that programs share a multiprocessor: some compute while others wait for memory.
-
-        None where the compiler asks for few, or so much would be spilled (two results a program) that it costs more.
-        """
-        if self.program.pieces > 1 or not (blocked or _PHILOX in self.modes):
-            return None
-        warps_at_a_time = 16 if blocked else 20
-        return _REGISTERS // (32 * warps_at_a_time) // 8 * 8 if warps <= warps_at_a_time // 2 else None
 
     def _apart(self, leaves: Sequence[Tensor]) -> bool:
         if _INTERPRETED:

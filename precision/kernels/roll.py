@@ -78,7 +78,7 @@ def roll_in_one(histories: Sequence[Tensor], pending: Sequence[Tensor], nothing:
     if table is None:
         if len(_tables) >= _CACHED:
             _tables.clear()
-        table = torch.tensor(addresses, dtype=torch.int64).to(device)
+        table = torch.tensor(addresses, dtype=torch.int64, device="cpu").to(device)  # whatever the default device
         _tables[device, addresses] = table
     with current_for(histories[0]):
         known = _launches.get((device, length, len(pairs)))

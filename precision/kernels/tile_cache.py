@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 
+from ..stochastic import ROUNDS
+
 #: Rows and columns of a tile, the most tiles a program takes, and warps.
 Tile = tuple[int, int, int, int]
 
@@ -60,7 +62,7 @@ def section() -> str:
 
 @lru_cache(maxsize=1)
 def _source() -> str:
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(f"{ROUNDS} rounds".encode())
     for path in sorted(_KERNELS.glob("*.py")):
         if path.name not in _NOT_KERNELS:
             digest.update(path.name.encode() + b"\0" + path.read_bytes())

@@ -1,0 +1,62 @@
+"""What a row's log odds have of each of its ids and numbers by itself: a logistic regression beside the network.
+
+The wide part of Wide & Deep (arXiv:1606.07792), DeepFM's first-order term (arXiv:1703.04247). A network learns slowly,
+from embeddings that start small, that one user likes most things and another few; as one weight an id that is learned
+at a rate of its own, and shrunk, it is there early and generalizes.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .batch import Batch
+from .features import FeatureSpec
+
+
+class FirstOrder(nn.Module):
+    """Log odds that are linear in ids, in values of bags, in numbers, and in the mean of the history's event fields.
+
+    All weights start at zero. They are FP32, lie in one table, and no recipe lowers them.
+    """
+
+    def __init__(self, features: FeatureSpec) -> None:
+        super().__init__()
+        fields = (*features.categorical, *features.bags, *features.events)
+        first = [0, *itertools.accumulate(field.rows for field in fields)]
+        tasks = len(features.tasks)
+        #: [rows of all fields, tasks].
+        self.weight = nn.Parameter(torch.zeros(first[-1], tasks))
+        #: [numbers, tasks].
+        self.numeric = nn.Parameter(torch.zeros(len(features.numeric), tasks))
+        counts = (len(features.categorical), len(features.bags), len(features.events))
+        #: Where each field's rows begin: of ids, of bags, of event fields.
+        self._ids, self._bags, self._events = (
+            first[end - count : end] for end, count in zip(itertools.accumulate(counts), counts, strict=True)
+        )
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Return [B, tasks], FP32; a row without events has no part of a history."""
+        # Not a matrix product, which autocast would round.
+        found = (batch.dense.unsqueeze(-1) * self.numeric).sum(1)
+        for column, first in enumerate(self._ids):
+            found = found + F.embedding(batch.sparse[:, column] + first, self.weight)
+        for ids, first in zip(batch.bags, self._bags, strict=True):
+            values = F.embedding(ids + first, self.weight)
+            found = found + (values * (ids != 0).unsqueeze(-1)).sum(1)
+        events = [F.embedding(batch.events[:, i] + first, self.weight) for i, first in enumerate(self._events)]
+        if events:
+            rows = found.shape[0]
+            # One more row for dead tokens.
+            sums = found.new_zeros(rows + 1, found.shape[1]).index_add(0, batch.event_rows, torch.stack(events).sum(0))
+            counts = (batch.offsets[1:] - batch.offsets[:-1]).clamp(min=1)
+            found = found + sums[:rows] / counts.unsqueeze(1)
+        return found
+
+
+def first_order_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Return the weights of a model's first-order part, if it has one."""
+    return [p for module in model.modules() if isinstance(module, FirstOrder) for p in module.parameters()]
