@@ -141,8 +141,7 @@ class GemModel(nn.Module):
         return None
 
     def dense_parameters(self) -> int:
-        """Parameters outside the embedding tables."""
-        tables = {
-            id(p) for m in self.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) for p in m.parameters()
-        }
+        """Parameters outside the embedding tables and the first-order part."""
+        apart = (nn.Embedding, nn.EmbeddingBag, FirstOrder)
+        tables = {id(p) for m in self.modules() if isinstance(m, apart) for p in m.parameters()}
         return sum(p.numel() for p in self.parameters() if id(p) not in tables)

@@ -1,4 +1,4 @@
-"""Kernels are launched on the device of their tensors, whichever is the current one."""
+"""Kernels are launched on the device of their tensors, whichever is current, with Triton's wrapper or without."""
 
 from __future__ import annotations
 
@@ -45,3 +45,27 @@ def test_a_tensor_on_another_gpu_is_cast_as_on_the_current_one(text):
     assert torch.cuda.current_device() == 0
     for other in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+@pytest.mark.gpu
+def test_a_launcher_that_is_not_known_launches_what_the_known_one_does(monkeypatch):
+    from narrowgate.precision.kernels import compiled, launch
+    from narrowgate.precision.kernels import roll as rolling
+
+    x, found = torch.randn(256, 384, device="cuda").bfloat16(), []
+    for known in (compiled._KNOWN, False):
+        monkeypatch.setattr(compiled, "_KNOWN", known)
+        monkeypatch.setattr(launch, "_casts", {})
+        monkeypatch.setattr(rolling, "_launches", {})
+        for text in ("fp8_e4m3/row", "fp8_e4m3+delayed(4)"):
+            history = AmaxHistory(4, "cuda") if "delayed" in text else None
+            for _ in range(3):  # from the second on it is compiled
+                first, _, sums = quantize_summed(x, Request(Spec.parse(text), history=history), None)
+                assert first is not None
+                results = [first.data.float(), first.scale, sums]
+                if history is not None:
+                    roll([history])
+                    results.append(history.history.clone())
+                found.append(results)
+    for ours, theirs in zip(found[:6], found[6:], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))

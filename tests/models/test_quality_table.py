@@ -1,0 +1,50 @@
+"""The script that sets a model beside simpler ones: what --set makes of a preset, and what it refuses."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+from narrowgate.models import get_preset
+
+pytest.importorskip("sklearn")
+SCRIPT = Path(__file__).parents[2] / "scripts" / "quality_table"
+
+
+@pytest.fixture(scope="module")
+def script() -> dict:
+    return runpy.run_path(str(SCRIPT))
+
+
+def test_fields_of_model_and_training_are_set(script: dict) -> None:
+    preset = get_preset("gem-tiny")
+    found = script["changed"](preset, ["first_order=true", "lr=1", "window=4", "fm_hidden=(16, 8)", "table_lr=0.02"])
+    assert found.model.first_order is True
+    assert (found.training.lr, found.training.table_lr) == (1, 0.02)
+    assert (found.model.window, found.model.fm_hidden) == (4, (16, 8))
+    assert script["changed"](found, ["window=none"]).model.window is None
+    assert script["changed"](preset, []) == preset
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("lr", "found 'lr', expected FIELD=VALUE"),
+        ("first_orde=true", "did you mean 'first_order'?"),
+        ("lr=fast", "found lr=fast, expected float"),
+        ("first_order=1", "found first_order=1, expected bool"),
+        ("dropout=7", "model field 'dropout' must lie in [0, 1), found 7"),
+    ],
+)
+def test_what_cannot_be_set_is_one_line(
+    setting: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--model", "gem-tiny", "--set", setting])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
