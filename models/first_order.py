@@ -20,7 +20,8 @@ from .features import FeatureSpec
 class FirstOrder(nn.Module):
     """Log odds that are linear in ids, in values of bags, in numbers, and in the mean of the history's event fields.
 
-    All weights start at zero. They are FP32, lie in one table, and no recipe lowers them.
+    All weights start at zero. They are FP32, lie in one table, and no recipe lowers them. Terms are FP32 also where
+    FSDP2 hands out weights and numbers in BF16.
     """
 
     def __init__(self, features: FeatureSpec) -> None:
@@ -41,13 +42,12 @@ class FirstOrder(nn.Module):
     def forward(self, batch: Batch) -> Tensor:
         """Return [B, tasks], FP32; a row without events has no part of a history."""
         # Not a matrix product, which autocast would round.
-        found = (batch.dense.unsqueeze(-1) * self.numeric).sum(1)
+        found = (batch.dense.float().unsqueeze(-1) * self.numeric.float()).sum(1)
         for column, first in enumerate(self._ids):
-            found = found + F.embedding(batch.sparse[:, column] + first, self.weight)
+            found = found + self._terms(batch.sparse[:, column], first)
         for ids, first in zip(batch.bags, self._bags, strict=True):
-            values = F.embedding(ids + first, self.weight)
-            found = found + (values * (ids != 0).unsqueeze(-1)).sum(1)
-        events = [F.embedding(batch.events[:, i] + first, self.weight) for i, first in enumerate(self._events)]
+            found = found + (self._terms(ids, first) * (ids != 0).unsqueeze(-1)).sum(1)
+        events = [self._terms(batch.events[:, i], first) for i, first in enumerate(self._events)]
         if events:
             rows = found.shape[0]
             # One more row for dead tokens.
@@ -55,6 +55,10 @@ class FirstOrder(nn.Module):
             counts = (batch.offsets[1:] - batch.offsets[:-1]).clamp(min=1)
             found = found + sums[:rows] / counts.unsqueeze(1)
         return found
+
+    def _terms(self, ids: Tensor, first: int) -> Tensor:
+        """[...] ids of the field whose rows begin at ``first`` -> [..., tasks], FP32."""
+        return F.embedding(ids + first, self.weight).float()
 
 
 def first_order_parameters(model: nn.Module) -> list[nn.Parameter]:

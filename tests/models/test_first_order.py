@@ -111,6 +111,15 @@ def test_it_is_compiled_with_the_model_and_stays_fp32_under_autocast(linear: Gem
     torch.testing.assert_close(compiled(batch), model(batch), rtol=1e-5, atol=1e-5)
 
 
+def test_terms_are_added_in_fp32_where_fsdp2_hands_out_bf16(linear: GemTask) -> None:
+    part, batch = filled(FirstOrder(linear.data.features)).bfloat16(), next(iter(linear.train_batches(0)))
+    for dense in (batch.dense, batch.dense.bfloat16()):
+        given = dataclasses.replace(batch, dense=dense)
+        found = part(given)
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found.double(), row_by_row(part, linear, given), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("table_lr", [None, 0.05])
 def test_its_weights_have_a_rate_of_their_own_and_decay(small: Preset, table_lr: float | None) -> None:
     task = opened(small, table_lr=table_lr, first_order_lr=0.2, first_order_decay=0.5)
