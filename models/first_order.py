@@ -31,8 +31,8 @@ class FirstOrder(nn.Module):
         tasks = len(features.tasks)
         #: [rows of all fields, tasks].
         self.weight = nn.Parameter(torch.zeros(first[-1], tasks))
-        #: [numbers, tasks].
-        self.numeric = nn.Parameter(torch.zeros(len(features.numeric), tasks))
+        #: [numbers, tasks]; None where there are none: FSDP2 shards no empty parameter.
+        self.numeric = nn.Parameter(torch.zeros(len(features.numeric), tasks)) if features.numeric else None
         counts = (len(features.categorical), len(features.bags), len(features.events))
         #: Where each field's rows begin: of ids, of bags, of event fields.
         self._ids, self._bags, self._events = (
@@ -41,15 +41,17 @@ class FirstOrder(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         """Return [B, tasks], FP32; a row without events has no part of a history."""
-        # Not a matrix product, which autocast would round.
-        found = (batch.dense.float().unsqueeze(-1) * self.numeric.float()).sum(1)
+        rows = batch.dense.shape[0]
+        found = torch.zeros(rows, self.weight.shape[1], dtype=torch.float32, device=batch.dense.device)
+        if self.numeric is not None:
+            # Not a matrix product, which autocast would round.
+            found = (batch.dense.float().unsqueeze(-1) * self.numeric.float()).sum(1)
         for column, first in enumerate(self._ids):
             found = found + self._terms(batch.sparse[:, column], first)
         for ids, first in zip(batch.bags, self._bags, strict=True):
             found = found + (self._terms(ids, first) * (ids != 0).unsqueeze(-1)).sum(1)
         events = [self._terms(batch.events[:, i], first) for i, first in enumerate(self._events)]
         if events:
-            rows = found.shape[0]
             # One more row for dead tokens.
             sums = found.new_zeros(rows + 1, found.shape[1]).index_add(0, batch.event_rows, torch.stack(events).sum(0))
             counts = (batch.offsets[1:] - batch.offsets[:-1]).clamp(min=1)

@@ -55,7 +55,9 @@ def row_by_row(part: FirstOrder, task: GemTask, batch: Batch) -> Tensor:
 
     found = []
     for row in range(batch.sparse.shape[0]):
-        odds = batch.dense[row].double() @ part.numeric.detach().double()
+        odds = torch.zeros(len(spec.tasks), dtype=torch.float64)
+        if part.numeric is not None:
+            odds += batch.dense[row].double() @ part.numeric.detach().double()
         for i in range(len(spec.categorical)):
             odds += of("categorical", i, int(batch.sparse[row, i]))
         for i, bag in enumerate(batch.bags):
@@ -75,6 +77,19 @@ def test_it_is_linear_in_ids_values_numbers_and_the_mean_of_a_history(linear: Ge
         found = part(batch)
         assert found.dtype == torch.float32
         torch.testing.assert_close(found.double(), row_by_row(part, linear, batch), rtol=1e-5, atol=1e-5)
+
+
+def test_a_source_without_numbers_has_no_weights_of_them(linear: GemTask) -> None:
+    spec, batch = dataclasses.replace(linear.data.features, numeric=()), next(iter(linear.train_batches(0)))
+    part, batch = filled(FirstOrder(spec)), dataclasses.replace(batch, dense=batch.dense[:, :0])
+    # FSDP2 fails on a parameter without elements.
+    assert [p.shape for p in part.parameters()] == [part.weight.shape]
+    expected = filled(FirstOrder(linear.data.features))
+    assert expected.numeric is not None
+    with torch.no_grad():
+        expected.numeric.zero_()
+    full = dataclasses.replace(batch, dense=torch.zeros(len(batch.dense), len(linear.data.features.numeric)))
+    torch.testing.assert_close(part(batch), expected(full), rtol=0, atol=0)
 
 
 def test_it_starts_at_zero_beside_the_network(small: Preset, linear: GemTask) -> None:
