@@ -18,7 +18,11 @@ from .data.stream_config import StreamConfig
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
-    """How a preset is trained: the same for both arms of a pair."""
+    """How a preset is trained: the same for both arms of a pair.
+
+    Raises:
+        NarrowgateError: a value out of range.
+    """
 
     batch_size: int
     eval_batch_size: int
@@ -43,6 +47,13 @@ class TrainingConfig:
     balance: Balance | None = None
 
     def __post_init__(self) -> None:
+        for name in ("lr", "first_order_lr"):
+            if not getattr(self, name) > 0:
+                raise NarrowgateError(f"training field '{name}' must be positive, found {getattr(self, name)}")
+        if not 0 <= self.first_order_decay < 1:
+            raise NarrowgateError(
+                f"training field 'first_order_decay' must lie in [0, 1), found {self.first_order_decay}"
+            )
         if self.balance is not None:
             self.balance.check(self.batch_size)
 

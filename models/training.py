@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from ..recipes.recipe import Recipe
 
 _VERSION = 1
+#: Fields of a preset that a training may go on with another value of: how it is computed, and how long it takes.
+_FREE = ("attention", "residual", "token_multiple", "eval_batch_size", "steps", "epochs")
 #: Called with the number of steps done, of all steps, and the last loss.
 Watch = Callable[[int, int, float], None]
 
@@ -195,7 +197,7 @@ class Trainer:
             raise NarrowgateError(f"checkpoint '{path}' is none of this version's trainings")
         for name, here in self._facts().items():
             saved = state["facts"].get(name)
-            if saved != here:
+            if saved != here and (name in state["facts"] or not name.startswith(("model.", "training."))):
                 raise NarrowgateError(f"checkpoint '{path}' is of another training: {name} {saved}, here {here}")
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -253,6 +255,12 @@ class Trainer:
             "steps": self.total_steps,
             "accumulate": self.options.accumulate,
             "recipe": None if self.plan is None else self.plan.recipe.hash(),
+            **{
+                f"{part}.{field.name}": repr(getattr(value, field.name))
+                for part, value in (("model", self.task.preset.model), ("training", self.task.preset.training))
+                for field in fields(value)
+                if field.name not in _FREE
+            },
         }
 
 

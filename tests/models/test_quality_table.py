@@ -25,6 +25,7 @@ def test_fields_of_model_and_training_are_set(script: dict) -> None:
     assert (found.training.lr, found.training.table_lr) == (1, 0.02)
     assert (found.model.window, found.model.fm_hidden) == (4, (16, 8))
     assert script["changed"](found, ["window=none"]).model.window is None
+    assert script["changed"](preset, ["experts=1", "expert_top=1"]).model.experts == 1  # only together do they fit
     assert script["changed"](preset, []) == preset
 
 
@@ -35,6 +36,14 @@ def test_fields_of_model_and_training_are_set(script: dict) -> None:
         ("first_orde=true", "did you mean 'first_order'?"),
         ("lr=fast", "found lr=fast, expected float"),
         ("first_order=1", "found first_order=1, expected bool"),
+        ("lr=none", "found lr=none, expected float"),
+        ("steps=true", "found steps=true, expected int"),
+        ("window=2.5", "found window=2.5, expected int | None"),
+        ("fm_hidden=(16, 'a')", "found fm_hidden=(16, 'a'), expected tuple[int, ...]"),
+        ("betas=(0.9,)", "found betas=(0.9,), expected tuple[float, float]"),
+        ("balance=abc", "found balance=abc, expected "),
+        ("lr=0", "training field 'lr' must be positive, found 0"),
+        ("first_order_decay=1", "training field 'first_order_decay' must lie in [0, 1), found 1"),
         ("dropout=7", "model field 'dropout' must lie in [0, 1), found 7"),
     ],
 )

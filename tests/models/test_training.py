@@ -266,3 +266,34 @@ def test_what_cannot_be_is_said(task: GemTask, tmp_path: Path) -> None:
     trainer(task).save(tmp_path / "one.pt")
     with pytest.raises(NarrowgateError, match="of another training: seed 1, here 2"):
         trainer(task, seed=2).resume(tmp_path / "one.pt")
+
+
+@pytest.mark.parametrize(
+    ("part", "changes", "message"),
+    [
+        ("model", {"first_order": True}, "model.first_order False, here True"),
+        ("training", {"first_order_lr": 0.5}, "training.first_order_lr 0.1, here 0.5"),
+        ("training", {"betas": (0.9, 0.999)}, r"training.betas \(0.9, 0.98\), here \(0.9, 0.999\)"),
+        ("training", {"eval_batch_size": 7}, None),
+        ("model", {"residual": "autocast"}, None),
+    ],
+)
+def test_a_checkpoint_of_other_settings_is_refused_by_the_setting(
+    part: str, changes: dict[str, Any], message: str | None, small: Preset, tmp_path: Path
+) -> None:
+    trainer(GemTask.open(small, "synthetic")).save(tmp_path / "one.pt")
+    other = dataclasses.replace(small, **{part: dataclasses.replace(getattr(small, part), **changes)})
+    again = trainer(GemTask.open(other, "synthetic"))
+    if message is None:
+        again.resume(tmp_path / "one.pt")
+    else:
+        with pytest.raises(NarrowgateError, match=message):
+            again.resume(tmp_path / "one.pt")
+
+
+def test_a_checkpoint_from_before_settings_were_kept_is_read(task: GemTask, tmp_path: Path) -> None:
+    trainer(task).save(tmp_path / "one.pt")
+    state = torch.load(tmp_path / "one.pt", weights_only=True)
+    state["facts"] = {name: value for name, value in state["facts"].items() if "." not in name}
+    torch.save(state, tmp_path / "one.pt")
+    trainer(task).resume(tmp_path / "one.pt")
