@@ -41,26 +41,19 @@ class FirstOrder(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         """Return [B, tasks], FP32; a row without events has no part of a history."""
-        rows = batch.dense.shape[0]
-        found = torch.zeros(rows, self.weight.shape[1], dtype=torch.float32, device=batch.dense.device)
+        rows, weight = batch.dense.shape[0], self.weight.float()
+        found = torch.zeros(rows, weight.shape[1], dtype=torch.float32, device=batch.dense.device)
         if self.numeric is not None:
             # Not a matrix product, which autocast would round.
             found = (batch.dense.float().unsqueeze(-1) * self.numeric.float()).sum(1)
         for column, first in enumerate(self._ids):
-            found = found + self._terms(batch.sparse[:, column], first)
+            found = found + F.embedding(batch.sparse[:, column] + first, weight)
         for ids, first in zip(batch.bags, self._bags, strict=True):
-            found = found + (self._terms(ids, first) * (ids != 0).unsqueeze(-1)).sum(1)
-        events = [self._terms(batch.events[:, i], first) for i, first in enumerate(self._events)]
-        if events:
-            # One more row for dead tokens.
-            sums = found.new_zeros(rows + 1, found.shape[1]).index_add(0, batch.event_rows, torch.stack(events).sum(0))
-            counts = (batch.offsets[1:] - batch.offsets[:-1]).clamp(min=1)
-            found = found + sums[:rows] / counts.unsqueeze(1)
+            found = found + (F.embedding(ids + first, weight) * (ids != 0).unsqueeze(-1)).sum(1)
+        for i, first in enumerate(self._events):
+            # Sums in order: the same bits each time. What lies behind the last row is a bag of its own, dead tokens.
+            found = found + F.embedding_bag(batch.events[:, i] + first, weight, batch.offsets, mode="mean")[:rows]
         return found
-
-    def _terms(self, ids: Tensor, first: int) -> Tensor:
-        """[...] ids of the field whose rows begin at ``first`` -> [..., tasks], FP32."""
-        return F.embedding(ids + first, self.weight).float()
 
 
 def first_order_parameters(model: nn.Module) -> list[nn.Parameter]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from typing import Any
@@ -200,3 +201,16 @@ def test_no_recipe_lowers_it(linear: GemTask) -> None:
     plan = apply_recipe(model, "gem-fp8")
     assert first_order_parameters(model) == weights
     assert not [layer for layer in plan.layers if "first_order" in layer.name]
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_it_is_the_same_and_repeats_its_bits(linear: GemTask) -> None:
+    part, batch = filled(FirstOrder(linear.data.features)), next(iter(linear.train_batches(0)))
+    expected, there, moved = row_by_row(part, linear, batch), batch.to("cuda"), copy.deepcopy(part).cuda()
+    found = moved(there)
+    torch.testing.assert_close(found.cpu().double(), expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(moved(there), found)
+    found.square().sum().backward()
+    part(batch).square().sum().backward()
+    for ours, theirs in zip(moved.parameters(), part.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.cpu(), theirs.grad, rtol=1e-4, atol=1e-4)
