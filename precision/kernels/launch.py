@@ -45,6 +45,8 @@ BLOCK_TILE = (128, 128, 1, 8)
 #: a program takes several.
 _AMAX_PROGRAMS, _CAST_PROGRAMS = 512, 2048
 CACHED = 4096
+#: Addresses of what a kernel does not read.
+_NO_INPUTS, _NO_STATE = (0,) * 6, (0,) * 4
 
 
 class _Cast:
@@ -71,6 +73,8 @@ class _Cast:
         self.codes = sizes(rows, self.shape, 1)
         self.turned = sizes(second, self.shape, 0)
         self.empty = self.shape[0] * self.shape[1] == 0
+        #: Whether no kernel reads a limit, a key or random bits.
+        self.plain = not any(o is not None and (o.spec.sr or o.given_limit or o.given_bits) for o in (rows, columns))
         #: Tiles by kernel where they are not the usual ones; and each kernel's question, with its usual tile.
         self.tiles, self.questions = tiles or {}, []
         if not self.empty:
@@ -276,19 +280,19 @@ class _Cast:
         if self.cast.compiled is None:
             return False
         leaves = tuple([leaf.data_ptr() for leaf in flat])
-        optional = [0 if t is None else t.data_ptr() for t in (*limits, *keys, *bits, *(state or ()))]
-        misaligned = 0
+        inputs = _NO_INPUTS if self.plain else [0 if t is None else t.data_ptr() for t in (*limits, *keys, *bits)]
+        history, pending, saturated, workspace = _NO_STATE if state is None else [t.data_ptr() for t in state]
+        misaligned = history | pending | saturated | workspace
         for address in leaves:
             misaligned |= address
-        for address in optional:
+        for address in inputs:
             misaligned |= address
         if misaligned % 16:
             return False
         # The current stream of the tensors' device, as PyTorch's own launches take it.
         stream = torch._C._cuda_getCurrentRawStream(flat[0].device.index)
         codes, scale, turned, second_scale, scratch = [t.data_ptr() for t in tensors]
-        r_limit, c_limit, r_key, c_key, r_bits, c_bits, *history = optional
-        history, pending, saturated, workspace = history or (0, 0, 0, 0)
+        r_limit, c_limit, r_key, c_key, r_bits, c_bits = inputs
         size, length, squares = (self.count, self.width), self.history_length, 0
         own_sums = 0 if sums is None else scratch + 4 * self.sums_at
         if self.amax is not None:
