@@ -1,8 +1,7 @@
 """What a row's log odds have of each of its ids and numbers by itself: a logistic regression beside the network.
 
-The wide part of Wide & Deep (arXiv:1606.07792), DeepFM's first-order term (arXiv:1703.04247). A network learns slowly,
-from embeddings that start small, that one user likes most things and another few; as one weight an id that is learned
-at a rate of its own, and shrunk, it is there early and generalizes.
+The wide part of Wide & Deep (arXiv:1606.07792), DeepFM's first-order term (arXiv:1703.04247): that one user likes most
+things and another few is one weight an id, learned at a rate of its own and shrunk.
 """
 
 from __future__ import annotations

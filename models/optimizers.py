@@ -32,7 +32,8 @@ class AdamWithRowwiseAdagrad(Optimizer):
         s_r <- s_r + mean_j g_rj²        w_r <- w_r - lr · g_r / (sqrt(s_r) + eps)
 
     as FBGEMM and TorchRec have it. A row without a gradient stays as it is, whether gradients are dense or sparse.
-    Parameter groups carry ``rowwise``; state is ``step``, ``exp_avg``, ``exp_avg_sq`` or, for tables, ``sum`` [rows].
+    Parameter groups carry ``rowwise``, and those of Adam may carry ``weight_decay``, decoupled as AdamW's; state is
+    ``step``, ``exp_avg``, ``exp_avg_sq`` or, for tables, ``sum`` [rows].
 
     Args:
         dense: parameters for Adam.

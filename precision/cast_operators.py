@@ -87,7 +87,7 @@ def launches_on(x: Tensor) -> bool:
 
 @cache
 def _launcher() -> Any:
-    # Triton is there where kernels are launched, and an import statement takes the host a tenth of a launch every time.
+    # Triton is there where kernels are launched, and only there. An import statement costs the host time every time.
     from .kernels.launch import launch_cast
 
     return launch_cast

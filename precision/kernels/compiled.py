@@ -53,8 +53,7 @@ class Launch:
 def _launcher(run: Any) -> tuple[Any, tuple[Any, ...]]:
     """Return what launches, and what it takes between the function and its metadata.
 
-    That is the C function itself where all that Triton's wrapper does is to find that no scratch memory is asked for:
-    it takes the host a tenth of a launch.
+    That is the C function itself where all that Triton's wrapper does is to find that no scratch memory is asked for.
     """
     known = _KNOWN and not run.global_scratch_size and not run.profile_scratch_size
     return (run.launch, (run.launch_cooperative_grid, run.launch_pdl, None, None)) if known else (run, ())

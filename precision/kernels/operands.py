@@ -74,8 +74,7 @@ def allocate(
 def empty(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return an uninitialized contiguous tensor of up to two dimensions; on a GPU it has to be the current one.
 
-    It is what compiled code allocates with: ``torch.empty`` parses its arguments for three times as long, as long as
-    half a launch takes.
+    It is what compiled code allocates with: parsing the arguments of ``torch.empty`` costs the host more.
     """
     stride = (size[1], 1) if len(size) == 2 else (1,) * len(size)
     if device.type == "cuda":

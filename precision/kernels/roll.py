@@ -26,11 +26,8 @@ _tables: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}
 _CACHED = 64
 #: Tables that CUDA graphs read, for as long as those may be replayed.
 _captured: list[Tensor] = []
-#: What was launched before, so is compiled and loaded: device and length, some of which Triton has kernels of their own
-#: for.
-_launched: set[tuple[torch.device, int]] = set()
-#: By device, length and number of histories.
-_launches: dict[tuple[torch.device, int, int], Launch] = {}
+#: By device and length, some of which Triton has kernels of their own for.
+_launches: dict[tuple[torch.device, int], Launch] = {}
 
 
 @triton.jit
@@ -71,8 +68,12 @@ def roll_in_one(histories: Sequence[Tensor], pending: Sequence[Tensor], nothing:
     pairs = dict.fromkeys(zip(map(_address, histories), map(_address, pending), strict=True))
     addresses = tuple(itertools.chain.from_iterable(pairs))
     table = _tables.get((device, addresses))
+    launch = _launches.get((device, length))
+    if launch is None:
+        launch = Launch(roll_kernel, (1, 1), 1, {"PADDED": triton.next_power_of_2(length)})
+        _launches[device, length] = launch
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        if table is None or (device, length) not in _launched:
+        if table is None or launch.compiled is None:
             return False
         _captured.append(table)
     if table is None:
@@ -80,16 +81,12 @@ def roll_in_one(histories: Sequence[Tensor], pending: Sequence[Tensor], nothing:
             _tables.clear()
         table = torch.tensor(addresses, dtype=torch.int64, device="cpu").to(device)  # whatever the default device
         _tables[device, addresses] = table
+    launch.grid = len(pairs), 1
     with current_for(histories[0]):
-        known = _launches.get((device, length, len(pairs)))
-        if known is None:
-            known = Launch(roll_kernel, (len(pairs), 1), 1, {"PADDED": triton.next_power_of_2(length)})
-            _launches[device, length, len(pairs)] = known
-        if known.compiled is None:
-            known.first(True, table, length, nothing)
+        if launch.compiled is None:
+            launch.first(True, table, length, nothing)
         else:
-            known.again(torch._C._cuda_getCurrentRawStream(device.index), table.data_ptr(), length, nothing)
-    _launched.add((device, length))
+            launch.again(torch._C._cuda_getCurrentRawStream(device.index), table.data_ptr(), length, nothing)
     # Nothing else tells who looks at version counters that these were written.
     torch.autograd.graph.increment_version([*histories, *pending])
     return True

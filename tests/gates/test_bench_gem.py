@@ -100,8 +100,7 @@ def test_a_gpu_is_measured_compiled_with_memory_and_breakdown(tmp_path: Path, mo
     for row in steps:
         assert row["ci"][0] <= row["ratio"] <= row["ci"][1]
         assert row["peak_bytes"] > row["rest_bytes"] > 0
-        # Of one step alone: in the toy's fractions of a millisecond what else runs on the machine counts double.
-        assert sum(row["breakdown"].values()) == pytest.approx(row["ms"], rel=0.8)
+        assert sum(row["breakdown"].values()) == pytest.approx(row["ms"], rel=0.5)
     assert steps[2]["breakdown"]["gemm fp8"] > 0
     assert steps[0]["breakdown"]["attention"] > 0
 

@@ -99,3 +99,12 @@ def test_a_captured_step_rolls_at_each_replay(monkeypatch):
         graph.replay()
         assert _state([*histories, *fresh]) == expected
         histories[1].record(torch.tensor(7.0, device="cuda"))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_histories_are_rolled_whatever_the_default_device(device, monkeypatch):
+    histories = _histories(device, [5, 5])
+    expected = _plainly_rolled(histories, monkeypatch)
+    with torch.device("meta"):
+        roll(histories)
+    assert _state(histories) == expected
