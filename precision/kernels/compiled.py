@@ -62,7 +62,7 @@ def _launcher(run: Any) -> tuple[Any, tuple[Any, ...]]:
 def most_registers(warps: int, *, blocked: bool, tensor: bool) -> int | None:
     """Return the registers a thread at which programs of a stochastic cast share a multiprocessor.
 
-    Drawing takes them as long as memory does: some programs compute while others wait. The limits are of Hopper's and
+    Some draw and compute then, while others wait for memory. The limits are of Hopper's and
     Blackwell's 65,536 registers, given out by eights. They are for what spills little within them; None for others.
 
     Args:

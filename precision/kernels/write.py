@@ -23,6 +23,7 @@ from .compiled import Launch
 from .device import current_for
 from .launch import CACHED, CAST_TILE
 from .leaves import LeafLayout
+from .operands import empty
 from .program import Program, tile_function
 
 
@@ -60,7 +61,7 @@ class _Write:
 
     def run(self, leaves: Sequence[Tensor]) -> Tensor:
         """Launch; return the matrix."""
-        out = torch.empty(self.shape, dtype=torch.bfloat16, device=leaves[0].device)
+        out = empty(self.shape, torch.bfloat16, leaves[0].device)
         if out.numel() == 0:
             return out
         flat = self.layout.flat(leaves)
