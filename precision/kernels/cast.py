@@ -26,6 +26,7 @@ import triton.language as tl
 from .partials import NO_LIMIT, bound_of, of_rows, over_all, with_sums
 from .rounding import (
     GIVEN_BITS,
+    NEAREST,
     PHILOX,
     clip_amax,
     clip_to,
@@ -35,7 +36,10 @@ from .rounding import (
     scale_of,
     sums_of_squares,
     tile_bits,
+    tile_words,
 )
+from .stochastic_codes import store_codes, store_turned
+from .tiles import inside_of, rows_of, turned
 
 #: What one scale of an operand reaches: nothing (the operand is not asked for), all, a row of the operand, or a block.
 ABSENT, TENSOR, ROW, BLOCK, SQUARE = (tl.constexpr(i) for i in range(5))
@@ -46,15 +50,6 @@ def _largest(history, length, LENGTH: tl.constexpr):
     """Largest entry of an amax history, FP32; 0 while it holds none."""
     at = tl.arange(0, LENGTH)
     return tl.max(tl.load(history + at, mask=at < length, other=0.0), 0)
-
-
-@triton.jit
-def inside_of(at, size, EVEN: tl.constexpr):
-    """Which positions lie inside; with EVEN, all of them, which compiles to no mask at all."""
-    if EVEN:
-        return tl.full(at.shape, True, tl.int1)
-    else:  # noqa: RET505 - a branch not taken must not be compiled, so one return a branch
-        return at < size
 
 
 @triton.jit
@@ -160,16 +155,18 @@ def cast_kernel(
     C: tl.constexpr, C_SR: tl.constexpr, C_MAX: tl.constexpr, C_MANTISSA: tl.constexpr, C_BIAS: tl.constexpr,
     C_POW2: tl.constexpr, C_CLIP: tl.constexpr, C_RMS: tl.constexpr,
     SAME: tl.constexpr, SUMS: tl.constexpr, HISTORY: tl.constexpr, RECORD: tl.constexpr, OVERFLOW: tl.constexpr,
-    STEPWISE: tl.constexpr, APART: tl.constexpr, ALIGNED: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, LOOP: tl.constexpr,
+    STEPWISE: tl.constexpr, APART: tl.constexpr, WORDS: tl.constexpr, PAIRS: tl.constexpr,
+    ALIGNED: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, LOOP: tl.constexpr,
 ):  # fmt: skip
     """Quantize [M, N * PIECES] values: the operand contracted over columns (``r_``), over rows (``c_``), or both.
 
     Scales of rows are ready, a tensor's is the largest of ``parts`` partial maxima ``amax``, a block's is found here.
-    With SAME the second operand is the first, transposed. With HISTORY there is one set of
-    codes, whose scale comes from the history; the last program to finish makes the scale NaN where a value was not
-    finite and, with RECORD, enters the amax into ``pending``. With SUMS, that many rows at a time, each program leaves
-    sums of the columns that it saw in a row of ``sums``; of more than two results side by side, each tile does.
+    With SAME the second operand is the first, transposed. With HISTORY there is one set of codes, whose scale comes
+    from the history; the last program to finish makes the scale NaN where a value was not finite and, with RECORD,
+    enters the amax into ``pending``. With SUMS, that many rows at a time, each program leaves sums of the columns that
+    it saw in a row of ``sums``; of more than two results side by side, each tile does. Codes rounded
+    stochastically are stored by fours where WORDS says that columns, and turned ones by twos where PAIRS says that rows
+    allow it.
     """
     pid_m, pid_n = tl.program_id(0), tl.program_id(1)
     n = pid_n * BN + tl.arange(0, BN)
@@ -204,7 +201,7 @@ def cast_kernel(
 
     for i in range(LOOP):
         tile_m = pid_m * LOOP + i
-        m = tile_m.to(tl.int64) * BM + _rows(BM, TURNED)
+        m = tile_m.to(tl.int64) * BM + rows_of(BM, TURNED)
         inside_m = inside_of(m, M, EVEN)
         inside = inside_m[:, None] & inside_n[None, :]
         values = TILE(leaves, strides, m, n, inside_m, inside_n, ALIGNED, known)
@@ -218,7 +215,7 @@ def cast_kernel(
             at = column.to(tl.int64)[:, None] * M + turned_m[None, :]
             inside_turned = inside_n[:, None] & inside_of(turned_m, M, EVEN)[None, :]
             if R != ABSENT:
-                x = clip_to(v, r_bound) if R_CLIP != NO_LIMIT else v
+                x = clip_to(v, r_bound, HISTORY or R >= BLOCK) if R_CLIP != NO_LIMIT else v
                 if HISTORY:
                     own = _larger(own, _of_eight(x, BM, BN))
                 if R == TENSOR:
@@ -235,16 +232,25 @@ def cast_kernel(
                     tl.store(r_scale + tile_m * tl.cdiv(width, 128) + first // 128, block, mask=tile_m * BM < M)
                     multiplier = tl.full([BM, 1], multiplier_of(block), tl.float32)
                 scaled = x * multiplier
-                random = _random(r_key, r_bits, m, first, column, width, inside, R_SR, BM, BN)
-                rounded = rounded_to(scaled, random, R_MAX, R_MANTISSA, R_BIAS, R_SR, STEPWISE)
-                codes = rounded.to(r_codes.dtype.element_ty)
-                tl.store(r_codes + m[:, None] * width + column[None, :], codes, mask=inside)
-                if SAME:
-                    tl.store(c_codes + at, _turned(rounded, c_codes.dtype.element_ty, BM, BN), mask=inside_turned)
+                random = _random(r_key, r_bits, m, first, column, width, inside, R_SR, STEPWISE, BM, BN)
+                if R_SR != NEAREST and not STEPWISE:
+                    store_codes(
+                        r_codes, scaled, random, m, pid_n, p, M, N, PIECES, R_MANTISSA, HISTORY, WORDS, EVEN, BM, BN
+                    )
+                    if SAME:
+                        store_turned(
+                            c_codes, scaled, random, tile_m, pid_n, p, M, N, R_MANTISSA, HISTORY, PAIRS, EVEN, BM, BN
+                        )
+                else:
+                    rounded = rounded_to(scaled, random, R_MAX, R_MANTISSA, R_BIAS, R_SR, STEPWISE)
+                    codes = rounded.to(r_codes.dtype.element_ty)
+                    tl.store(r_codes + m[:, None] * width + column[None, :], codes, mask=inside)
+                    if SAME:
+                        tl.store(c_codes + at, turned(rounded, c_codes.dtype.element_ty, BM, BN), mask=inside_turned)
             if C != ABSENT:
                 if APART and R != ABSENT:
                     v = _apart(v)
-                x = clip_to(v, c_bound) if C_CLIP != NO_LIMIT else v
+                x = clip_to(v, c_bound, HISTORY or C >= BLOCK) if C_CLIP != NO_LIMIT else v
                 if HISTORY:
                     own = _larger(own, _of_eight(x, BM, BN))
                 if C == TENSOR:
@@ -260,9 +266,14 @@ def cast_kernel(
                     tl.store(c_scale + tile_m * tl.cdiv(width, 128) + first // 128, block, mask=tile_m * BM < M)
                     multiplier = tl.full([1, BN], multiplier_of(block), tl.float32)
                 scaled = x * multiplier
-                random = _random(c_key, c_bits, m, first, column, width, inside, C_SR, BM, BN)
-                rounded = rounded_to(scaled, random, C_MAX, C_MANTISSA, C_BIAS, C_SR, STEPWISE)
-                tl.store(c_codes + at, _turned(rounded, c_codes.dtype.element_ty, BM, BN), mask=inside_turned)
+                random = _random(c_key, c_bits, m, first, column, width, inside, C_SR, STEPWISE, BM, BN)
+                if C_SR != NEAREST and not STEPWISE:
+                    store_turned(
+                        c_codes, scaled, random, tile_m, pid_n, p, M, N, C_MANTISSA, HISTORY, PAIRS, EVEN, BM, BN
+                    )
+                else:
+                    rounded = rounded_to(scaled, random, C_MAX, C_MANTISSA, C_BIAS, C_SR, STEPWISE)
+                    tl.store(c_codes + at, turned(rounded, c_codes.dtype.element_ty, BM, BN), mask=inside_turned)
 
     if SUMS and PIECES <= 2:
         tl.store(sums + pid_m.to(tl.int64) * width + n, tl.sum(added, 0), mask=inside_n)
@@ -284,7 +295,7 @@ def cast_kernel(
                     for p in tl.static_range(PIECES):
                         v = tl.where(inside_m[:, None] & inside_n[None, :], values[p], 0.0)
                         if (R_CLIP if R == TENSOR else C_CLIP) != NO_LIMIT:
-                            v = clip_to(v, bound)
+                            v = clip_to(v, bound, True)
                         past += _past(v * multiplier, OVERFLOW)
                 count = tl.sum(past, 0)
                 if count > 0:
@@ -321,39 +332,25 @@ def _tensor_scale(bits, known, bound, LARGEST: tl.constexpr, POW2: tl.constexpr,
 
 
 @triton.jit
-def _random(key, bits, m, first, column, width, inside, MODE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+def _random(
+    key, bits, m, first, column, width, inside, MODE: tl.constexpr, STEPWISE: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr,
+):  # fmt: skip
+    """Random bits of a tile: 16 an element where it is rounded step by step, else words of two elements'."""
     if MODE == PHILOX:
-        return tile_bits(tl.load(key), m, first, width, BM, BN)
-    elif MODE == GIVEN_BITS:  # noqa: RET505 - a branch not taken must not be compiled, so one return a branch
-        return tl.load(bits + m[:, None] * width + column[None, :], mask=inside, other=0).to(tl.int32) & 0xFFFF
+        if STEPWISE:
+            return tile_bits(tl.load(key), m, first, width, BM, BN)
+        else:  # noqa: RET505 - a branch not taken must not be compiled, so one return a branch
+            return tile_words(tl.load(key), m, first, width, BM, BN)
+    elif MODE == GIVEN_BITS:
+        given = tl.load(bits + m[:, None] * width + column[None, :], mask=inside, other=0).to(tl.int32) & 0xFFFF
+        if STEPWISE:
+            return given
+        else:  # noqa: RET505 - a branch not taken must not be compiled, so one return a branch
+            even, odd = tl.split(tl.reshape(given, [BM, BN // 2, 2]))
+            return even | (odd << 16)
     else:
         return tl.zeros([1, 1], tl.int32)
-
-
-@triton.jit
-def _rows(BM: tl.constexpr, TURNED: tl.constexpr):
-    """The rows of a tile in the order in which it holds them, int32 [BM].
-
-    Where codes are turned, four neighbours lie a quarter of the tile apart. Triton gives a thread rows that far apart,
-    so that it holds neighbours, and what it stores to turn a tile is wider than a byte.
-    """
-    at = tl.arange(0, BM)
-    if TURNED:
-        return at % (BM // 4) * 4 + at // (BM // 4) % 2 * 2 + at // (BM // 2)
-    else:  # noqa: RET505 - a branch not taken must not be compiled, so one return a branch
-        return at
-
-
-@triton.jit
-def _turned(x, dtype: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
-    """FP32 ``x`` [BM, BN], rows in the order of :func:`_rows`, as codes [BN, BM] in the order of the matrix.
-
-    It converts anew, two rows at a time. That needs no shuffling of bytes, and ptxas (CUDA 12.8 to 13.0) stores wrong
-    bytes where one conversion's result is stored both packed along the row and byte by byte.
-    """
-    even, odd = tl.split(tl.permute(tl.reshape(x, [2, 2, BM // 4, BN]), (1, 2, 3, 0)))
-    codes = tl.join(even, odd).to(dtype)
-    return tl.reshape(tl.permute(codes, (2, 1, 0, 3)), [BN, BM])
 
 
 @triton.jit

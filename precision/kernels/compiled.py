@@ -68,7 +68,7 @@ def most_registers(warps: int, *, blocked: bool, tensor: bool) -> int | None:
     Args:
         warps: of a program.
         blocked: by blocks of 128, without sums of columns: two programs of eight warps.
-        tensor: with scales of tensors that are found before: five programs of four warps.
+        tensor: with scales of tensors that are found before, by their amax alone: five programs of four warps.
     """
     if blocked and warps == 8:
         return 128

@@ -35,6 +35,8 @@ _NEAREST, _PHILOX, _GIVEN = 0, 1, 2
 #: Rows and columns of a tile, the most tiles a program takes, and warps; where no choice is known (see ``tuning``).
 AMAX_TILE = (64, 128, 64, 4)
 CAST_TILE = (32, 128, 1, 4)
+#: Where instructions are what limits a cast, finding a tensor's scale is worth sharing.
+STOCHASTIC_TILE = (32, 128, 2, 4)
 #: With a history each program ends in a fence, so there are fewer of them.
 HISTORY_TILE = (32, 128, 4, 4)
 #: An RMS is found by each program anew, in FP64, from partial sums: by fewer of them still.
@@ -132,6 +134,7 @@ class _Cast:
         even = self.count % (bm * loop) == 0 and self.width % bn == 0
         self.modes = [self._random_mode(operand) for operand in operands]
         self.questions.append((self._question("cast", leaves, history, recording), usual))
+        stochastic = any(mode != _NEAREST for mode in self.modes)
         constants = dict(common)
         for prefix, operand, mode in zip("RC", operands, self.modes, strict=True):
             spec = None if operand is None else operand.spec
@@ -149,13 +152,14 @@ class _Cast:
         constants |= {
             "SAME": self.same, "SUMS": partial_rows(bm, bn, warps) if self.summed and not summed_first else 0,
             "HISTORY": padded, "RECORD": recording, "OVERFLOW": overflow(specs[0]), "STEPWISE": _INTERPRETED,
-            "APART": self._apart(leaves), "ALIGNED": self.layout.aligned, "EVEN": even, "BM": bm, "BN": bn,
-            "LOOP": loop,
+            "APART": self._apart(leaves), "WORDS": stochastic and self.width % 4 == 0,
+            "PAIRS": stochastic and self.count % 2 == 0, "ALIGNED": self.layout.aligned, "EVEN": even, "BM": bm,
+            "BN": bn, "LOOP": loop,
         }  # fmt: skip
         grid = (triton.cdiv(self.count, bm * loop), triton.cdiv(self.width, bn))
         registers = None
         if _PHILOX in self.modes and self.program.pieces == 1:
-            found = history is None and set(granularities) <= {"tensor", None}
+            found = history is None and not squares and set(granularities) <= {"tensor", None}
             registers = most_registers(warps, blocked=blocked and not self.summed, tensor=found)
         self.cast = Launch(cast_kernel, grid, warps, constants, registers)
         if not summed_first:
@@ -203,9 +207,10 @@ class _Cast:
             return bm, bn, 4 if limited else loop, warps
         if limited:
             return RMS_TILE
-        # Where instructions are what limits a cast, finding a tensor's scale is worth sharing, too.
+        if history:
+            return HISTORY_TILE
         shared = stochastic and any(operand.spec.granularity == "tensor" for operand in operands)
-        return HISTORY_TILE if history or shared else CAST_TILE
+        return STOCHASTIC_TILE if shared else CAST_TILE
 
     def _tile(self, tile: tuple[int, int, int, int], programs: int) -> tuple[int, int, int, int]:
         """``tile`` with as many tiles a program as leave about ``programs`` of them."""

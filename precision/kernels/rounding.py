@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from ..stochastic import ROUNDS
+from .assembly import philox_words
 
 #: Modes of stochastic rounding of a kernel's operand.
 NEAREST, PHILOX, GIVEN_BITS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -61,10 +62,13 @@ def sigmoid(x):
 
 
 @triton.jit
-def clip_to(x, limit):
-    """Clip FP32 ``x`` to [-limit, limit]; NaN and infinity pass."""
+def clip_to(x, limit, passing: tl.constexpr):
+    """Clip FP32 ``x`` to [-limit, limit]; NaN and infinity pass where ``passing``.
+
+    They need not where a scale is NaN for them already.
+    """
     clipped = tl.minimum(tl.maximum(x, -limit), limit)
-    return tl.where(tl.abs(x) < float("inf"), clipped, x)
+    return tl.where(tl.abs(x) < float("inf"), clipped, x) if passing else clipped
 
 
 @triton.jit
@@ -137,11 +141,12 @@ def rounded_to(x, bits, largest: tl.constexpr, mantissa: tl.constexpr, bias: tl.
                stepwise: tl.constexpr):  # fmt: skip
     """FP32 ``x``, scaled, as FP32 values that a conversion to FP8 then makes the codes of; NaN stays NaN.
 
-    ``stepwise`` rounds to nearest by the reference's own steps where the conversion instruction (cvt.rn.satfinite)
-    is not there.
+    ``stepwise`` rounds by the reference's own steps, where there are no instructions that do it: to nearest the
+    conversion itself (cvt.rn.satfinite), stochastically :mod:`narrowgate.precision.kernels.stochastic_codes`.
     """
     if not stepwise:
-        return x if mode == NEAREST else _carry(x, bits, mantissa, bias)
+        tl.static_assert(mode == NEAREST, "no conversion rounds stochastically")
+        return x
     clamped = tl.minimum(tl.maximum(x, -largest, tl.PropagateNan.ALL), largest, tl.PropagateNan.ALL)
     exponent = tl.maximum(clamped.to(tl.int32, bitcast=True) & 0x7F800000, (128 - bias) << 23)
     step = exponent - (mantissa << 23)
@@ -160,38 +165,7 @@ def rounded_to(x, bits, largest: tl.constexpr, mantissa: tl.constexpr, bias: tl.
     return tl.where(clamped == clamped, signed, clamped)
 
 
-@triton.jit
-def _carry(x, bits, mantissa: tl.constexpr, bias: tl.constexpr):
-    """FP32 ``x`` rounded stochastically to a value that the format holds, or to one beyond its largest.
-
-    What the format drops, plus (bits + 1/2) / 2**16 of its step, carries into what it keeps where the reference's
-    comparison rounds up: one integer addition. At a scale where the format's subnormal numbers are FP32's, the same
-    bits are dropped for both kinds.
-    """
-    unit: tl.constexpr = 2.0 ** (bias - 127)
-    # Towards zero, so that no bit below the FP32 subnormals' last rounds the fraction up; any NaN is 0x7FFFFFFF.
-    small = tl.inline_asm_elementwise(
-        "mul.rz.f32 $0, $1, $2;", "=f,f,f", [x, unit], dtype=tl.float32, is_pure=True, pack=1
-    ).to(tl.int32, bitcast=True)
-    # A NaN of few bits, which no carry turns into a number. Negative numbers are smaller: their sign bit is set.
-    small = tl.minimum(small, 0x7FC00000)
-    threshold = ((bits.to(tl.uint32) << 16) | 0x8000) >> (9 + mantissa)
-    kept = (small + threshold.to(tl.int32, bitcast=True)) & -(1 << (23 - mantissa))
-    return kept.to(tl.float32, bitcast=True) * (2.0 ** (127 - bias))
-
-
-_ROUND = (
-    "add.u32 k, k, 0x9E3779B9; add.u32 l, l, 0xBB67AE85; mul.wide.u32 a, x, 0xD2511F53; mul.wide.u32 b, z, 0xCD9E8D57;"
-    "mov.b64 {p, h}, a; mov.b64 {q, g}, b; lop3.b32 x, g, y, k, 0x96; lop3.b32 z, h, w, l, 0x96; mov.b32 y, q;"
-    "mov.b32 w, p;"
-)
-#: Words x, y, z, w, of which the first round knows two to be zero, and keys k, l. One product holds both halves.
-_PHILOX = tl.constexpr(
-    "{.reg .b64 a, b; .reg .b32 x, y, z, w, k, l, p, q, g, h; mov.b32 k, $6; mov.b32 l, $7;"
-    "mul.wide.u32 a, $4, 0xD2511F53; mov.b64 {w, h}, a; xor.b32 x, $5, k; xor.b32 z, h, l; mov.b32 y, 0;"
-    + (ROUNDS - 1) * _ROUND
-    + "mov.b32 $0, x; mov.b32 $1, y; mov.b32 $2, z; mov.b32 $3, w;}"
-)
+_PHILOX = tl.constexpr(philox_words(ROUNDS))
 
 
 @triton.jit
@@ -220,9 +194,14 @@ def tile_bits(key, row, first, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr)
         first: first column of the tile, a multiple of 8.
         width: columns of the whole tensor, a multiple of 8.
     """
+    words = tile_words(key, row, first, width, ROWS, COLUMNS)
+    return tl.reshape(tl.join(words & 0xFFFF, (words >> 16) & 0xFFFF), (ROWS, COLUMNS)).to(tl.int32)
+
+
+@triton.jit
+def tile_words(key, row, first, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The same bits by words, uint32 [ROWS, COLUMNS / 2]: of two neighbours, the first one's in the low half."""
     # Element e of the tensor draws lane e % 8 of counter e // 8, as narrowgate.precision.stochastic does.
     counter = row[:, None] * (width // 8) + (first // 8 + tl.arange(0, COLUMNS // 8))[None, :]
     w0, w1, w2, w3 = philox(key, counter)
-    low = tl.join(tl.join(w0, w2), tl.join(w1, w3))
-    halves = tl.join(low & 0xFFFF, (low >> 16) & 0xFFFF)
-    return tl.reshape(halves, (ROWS, COLUMNS)).to(tl.int32)
+    return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (ROWS, COLUMNS // 2))

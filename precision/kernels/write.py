@@ -18,13 +18,13 @@ import triton.language as tl
 from torch import Tensor
 
 from ..cast_operators import matrix
-from .cast import inside_of
 from .compiled import Launch
 from .device import current_for
 from .launch import CACHED, CAST_TILE
 from .leaves import LeafLayout
 from .operands import empty
 from .program import Program, tile_function
+from .tiles import inside_of
 
 
 @triton.jit

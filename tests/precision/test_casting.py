@@ -77,6 +77,39 @@ def test_modifiers_act_inside_the_kernel(granularity, modifier):
         check(values(shape), f"{fmt}/{granularity}{modifier}", f"{fmt}/{granularity}{modifier}")
 
 
+@pytest.mark.parametrize("shape", [(256, 256), (131, 136), (130, 132), (67, 129), (66, 12)], ids=str)
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_codes_rounded_stochastically_are_stored_whatever_divides_a_side(granularity, shape):
+    # By fours and twos where 4 divides the columns and 2 the rows, and one by one where they do not.
+    for fmt in FORMATS:
+        check(values(shape), f"{fmt}/{granularity}+sr", f"{fmt}/{granularity}+sr")
+
+
+@pytest.mark.parametrize("shape", [(256, 256), (131, 136)], ids=str)
+@pytest.mark.parametrize("granularity", ["tensor", "128x128"])
+def test_both_orientations_of_the_same_draws_are_the_same_codes(granularity, shape):
+    x, spec = values(shape), f"fp8_e4m3/{granularity}+sr"
+    found = torch.ops.narrowgate.cast_fp8([x], "mn|0", spec, "=", key(7), None, None, None, None, None)
+    expected = quantize(x, spec, dim=1, seed=key(7))
+    assert torch.equal(found[0].view(torch.uint8), expected.data.view(torch.uint8))
+    assert torch.equal(found[2].view(torch.uint8), expected.data.t().contiguous().view(torch.uint8))
+
+
+@pytest.mark.parametrize("pow2", ["", "+pow2"])
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_no_random_bits_carry_a_groups_largest_value_past_the_formats(fmt, pow2):
+    rows = 64 if INTERPRETED else 1 << 20
+    generator = torch.Generator(DEVICE).manual_seed(3)
+    amax = torch.rand(rows, 1, generator=generator, device=DEVICE) + 1.0
+    amax = amax * torch.exp2(torch.randint(-90, 90, (rows, 1), generator=generator, device=DEVICE).float())
+    x = amax * torch.tensor([1.0, -1.0] * 8, device=DEVICE)
+    bits = torch.full(x.shape, -1, dtype=torch.int16, device=DEVICE)
+    spec = f"{fmt}/row{pow2}+sr"
+    found = torch.ops.narrowgate.cast_fp8([x], "mn|0", spec, "", None, bits, None, None, None, None)
+    expected = quantize(x, spec, dim=1, random_bits=bits.to(torch.int32) & 0xFFFF)
+    assert torch.equal(found[0].view(torch.uint8), expected.data.view(torch.uint8))
+
+
 @pytest.mark.parametrize(("rows", "columns"), [
     ("fp8_e5m2/row+sr", "fp8_e5m2+clip(p=99)"), ("fp8_e4m3/1x128", "fp8_e5m2/row"), ("fp8_e4m3", "fp8_e4m3/row"),
     ("fp8_e4m3/128x128", "fp8_e4m3/1x128"), ("fp8_e4m3/row", None), (None, "fp8_e4m3/1x128+sr"), (None, "fp8_e4m3"),

@@ -194,3 +194,15 @@ def test_a_tiny_amax_gives_finite_scales_and_loses_no_more_than_the_smallest_ste
     assert torch.isfinite(y).all()
     assert ((y - x).abs() <= max(amax, 2.0**-126)).all()
     assert torch.equal(y[1], x[1])
+
+
+@pytest.mark.parametrize("pow2", [False, True])
+@pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2"])
+def test_scaled_by_its_own_scale_no_amax_is_past_the_largest_value_by_eight_units_in_the_last_place(name, pow2):
+    # Kernels that round stochastically rely on it: so far past it, the largest random bits would carry to another code.
+    spec = Spec.parse(f"{name}/row{'+pow2' if pow2 else ''}")
+    largest = torch.tensor(get_format(name).element.max)
+    past = (largest.view(torch.int32) + 8).view(torch.float32)
+    for exponent in (-100, 0, 100):
+        mantissas = (torch.arange(1 << 23, dtype=torch.int32) + ((exponent + 127) << 23)).view(torch.float32)
+        assert bool((mantissas * scales_from_amax(mantissas, spec).multiplier < past).all())
