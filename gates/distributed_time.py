@@ -26,6 +26,7 @@ from ..precision.wire import WireCount
 from ..recipes.topology import example_topology
 from ..recipes.wire_plan import Layout, Payload, predict_wire
 from ..recipes.wire_units import Sharding
+from .compilation import honest_compilation
 from .measurements import StepTime
 from .measurements_distributed import DistributedArm, DistributedRun, Planned, RankTime, Traffic, Wire
 from .policy import SpeedPlan
@@ -33,7 +34,7 @@ from .rank_arm import RankArm
 from .ranks import Ranks
 from .sharded import Local, RankTimer, switch_collectives, without_wire
 from .speed import CudaTimer, HostTimer, StepFunction, run_quartets, stage
-from .train import Arm, honest_compilation, seed_generators
+from .train import Arm, seed_generators
 
 if TYPE_CHECKING:
     import torch

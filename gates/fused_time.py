@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from .attribution import write_milliseconds
+from .compilation import honest_compilation
 from .measurements import FusedTime
 from .speed import CudaTimer, Timer, run_quartets, stage, warm_steps
-from .train import Arm, honest_compilation
+from .train import Arm
 
 if TYPE_CHECKING:
     from ..recipes.plan import Plan

@@ -22,10 +22,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .arithmetic import Arithmetic
+from .compilation import compile_model, honest_compilation
 from .measurements import ModuleLeft, ModuleProduct, ModuleRun, ModuleTime, Quartet
 from .regions import Found, find_regions
 from .speed import BlockTime, CudaTimer, StepFunction, Timer, run_quartet, stage
-from .train import Arm, compile_model, honest_compilation, seed_generators
+from .train import Arm, seed_generators
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .compilation import honest_compilation
 from .pairs import Pair, Pairing
 from .policy import StabilityLimits
 from .progress import Progress, Step
 from .resume import SeedStore
 from .task import Task, TaskSource
-from .train import Arm, Trained, Watch, honest_compilation
+from .train import Arm, Trained, Watch
 
 if TYPE_CHECKING:
     from ..recipes.recipe import Recipe

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .compilation import Compiler
 from .measurements import Clocks
 from .speed import BlockTime, StepFunction, Timer
 
@@ -46,10 +47,11 @@ def shard(
 
     kept = set(ignored)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    compile_unit = Compiler()
     for name in units:
         module = model.get_submodule(name)
         if compiled:
-            module: Any = torch.compile(module)
+            module: Any = compile_unit(module)
             parent, _, last = name.rpartition(".")
             model.get_submodule(parent)._modules[last] = module
         fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=kept)

@@ -17,6 +17,7 @@ import numpy as np
 from . import statistics
 from .attribution import attribute
 from .batches import to_device
+from .compilation import honest_compilation
 from .measurements import Clocks, Quartet, StepTime
 from .policy import SpeedPlan
 
@@ -198,8 +199,6 @@ def measure_step_time(
         alpha: level of the interval.
         told: hears of every quartet.
     """
-    from .train import honest_compilation
-
     device = baseline.device
     batches = stage(baseline.batches(0)[0], device, plan.steps_per_block)
     started = time.perf_counter()

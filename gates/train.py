@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from ..precision.errors import NarrowgateError
 from .arithmetic import Arithmetic
 from .batches import fingerprint, length, tensors, to_device, weights_fingerprint
+from .compilation import compile_model
 from .model_state import RunError as RunError
 from .model_state import copy_state, gradient_norm, hyperparameters
 from .predictions import Predicted, predict
@@ -42,8 +43,6 @@ Watch = Callable[[int, "int | None", float], None]
 
 #: Steps between two fetches from a GPU; on a CPU every step is at hand anyway.
 _FETCH_EVERY = 20
-#: A graph that keeps recompiling would fall back to eager in one arm and spoil the comparison: it fails instead.
-_RECOMPILES = 64
 #: A draw is numbered optimizer step * 2**32 + forward: room for 2**20 steps a seed.
 _DRAWS_A_SEED_BITS = 52
 
@@ -382,20 +381,6 @@ class Arm:
             # draw from far apart.
             layer["draw"] += seed << _DRAWS_A_SEED_BITS
         load_recipe_state(self._model, state)
-
-
-def compile_model(model: nn.Module) -> Any:
-    """Compile a model the same way for every arm."""
-    return torch.compile(model)
-
-
-@contextlib.contextmanager
-def honest_compilation() -> Iterator[None]:
-    """Within, a graph that recompiles without end raises instead of falling back to eager silently."""
-    import torch._dynamo
-
-    with torch._dynamo.config.patch(recompile_limit=_RECOMPILES, fail_on_recompile_limit_hit=True):
-        yield
 
 
 def seed_generators(seed: int) -> None:

@@ -26,4 +26,13 @@ installed = False
 
 def marked(x: Tensor) -> Tensor:
     """Part of an operand that is saved for backward, with its mark where one is read."""
-    return torch.ops.narrowgate.kept_operand(x) if installed and torch.compiler.is_compiling() else x
+    return torch.ops.narrowgate.kept_operand(x) if torch.compiler.is_compiling() and _installed() else x
+
+
+def _installed() -> bool:
+    """A constant to Dynamo: graphs without marks stay good, as what saves in a format is guarded by its forward."""
+    return installed
+
+
+# What torch.compiler.assume_constant_result does, which would import Dynamo here.
+_installed._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -35,9 +35,10 @@ from ...recipes import resolve
 from ...recipes.topology import example_topology
 from ...recipes.wire_plan import Layout, predict_wire
 from ...recipes.wire_units import Sharding
+from ..compilation import honest_compilation
 from ..sharded import RankTimer, Switch, shard, switch_collectives, without_wire
 from ..speed import BlockTime, CudaTimer, HostTimer, StepFunction
-from ..train import honest_compilation, seed_generators
+from ..train import seed_generators
 from .fsdp2_arms import ShardedArm, ShardedCase
 from .gem import GemSettings, ratio, take_turns
 

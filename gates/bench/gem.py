@@ -32,10 +32,11 @@ from ...precision.errors import NarrowgateError
 from .. import statistics
 from ..arithmetic import Arithmetic
 from ..attribution import attribute
+from ..compilation import compile_model, honest_compilation
 from ..measurements import Quartet
 from ..speed import BlockTime, CudaTimer, HostTimer, StepFunction, Timer, stage
 from ..task import make_optimizer
-from ..train import compile_model, honest_compilation, seed_generators
+from ..train import seed_generators
 from .gem_arms import REFERENCES, GemArm
 from .timing import Say, compiled_already, graphs_compiled, load_libraries
 

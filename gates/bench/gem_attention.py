@@ -35,7 +35,7 @@ from ...models.jagged_operator import seen_pairs
 from ...models.kernels.reference import Rules
 from ...precision.errors import NarrowgateError
 from .. import statistics
-from ..train import honest_compilation
+from ..compilation import honest_compilation
 from . import attention_peers
 from .attention_peers import Peer
 from .gem import GemResult, GemSettings, Row

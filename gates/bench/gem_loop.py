@@ -16,9 +16,10 @@ from ...models.presets import Preset
 from ...models.task import GemTask
 from ...models.training import LoopOptions, Trainer
 from ..arithmetic import Arithmetic
+from ..compilation import compile_model, honest_compilation
 from ..speed import CudaTimer, HostTimer, StepFunction, Timer, stage
 from ..task import make_optimizer
-from ..train import compile_model, honest_compilation, seed_generators
+from ..train import seed_generators
 from .gem import GemResult, GemSettings, ratio, take_turns
 
 #: Batches after which a stream's memory is taken for its own: what is made once has been made.

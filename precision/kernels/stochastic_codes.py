@@ -36,14 +36,15 @@ def _codes(x0, x1, x2, x3, w0, w1, MANTISSA: tl.constexpr, CLAMPED: tl.constexpr
     past it as would carry.
     """
     tl.static_assert(MANTISSA == 3 or MANTISSA == 2, "stochastic codes are those of E4M3 or E5M2")
-    if MANTISSA == 3:
-        plain: tl.constexpr = _E4M3_TURNED if TURNED else _E4M3
-        clamped: tl.constexpr = _E4M3_CLAMPED_TURNED if TURNED else _E4M3_CLAMPED
-    else:
-        plain: tl.constexpr = _E5M2_TURNED if TURNED else _E5M2
-        clamped: tl.constexpr = _E5M2_CLAMPED_TURNED if TURNED else _E5M2_CLAMPED
+    e4m3: tl.constexpr = (
+        (_E4M3_CLAMPED_TURNED if TURNED else _E4M3_CLAMPED) if CLAMPED else (_E4M3_TURNED if TURNED else _E4M3)
+    )
+    e5m2: tl.constexpr = (
+        (_E5M2_CLAMPED_TURNED if TURNED else _E5M2_CLAMPED) if CLAMPED else (_E5M2_TURNED if TURNED else _E5M2)
+    )
+    text: tl.constexpr = e4m3 if MANTISSA == 3 else e5m2
     return tl.inline_asm_elementwise(
-        clamped if CLAMPED else plain, "=r,r,r,r,r,r,r", [x0, x1, x2, x3, w0, w1], dtype=tl.int32, is_pure=True, pack=1
+        text, "=r,r,r,r,r,r,r", [x0, x1, x2, x3, w0, w1], dtype=tl.int32, is_pure=True, pack=1
     )
 
 

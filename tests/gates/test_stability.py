@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from narrowgate.gates import train
+from narrowgate.gates.compilation import honest_compilation
 from narrowgate.gates.decision import decide
 from narrowgate.gates.measurements import Measurements, Operand
 from narrowgate.gates.policy import BUILTIN_POLICIES, StabilityLimits
@@ -144,7 +145,7 @@ def test_counting_beside_a_compiled_arm_changes_nothing_of_its_training(
         arm = train.Arm(
             load_task("ranker:good"), CPU, load_recipe("all-fp8.yaml"), steps=12, compiled=True, observe_every=every
         )
-        with train.honest_compilation():
+        with honest_compilation():
             runs.append((arm.train(0, quiet), len(graphs)))
     (alone, built), (watched, built_watched) = runs
     assert built == built_watched

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from narrowgate.precision import saved_graph
+from narrowgate.precision import saved_graph, saved_marks
 from narrowgate.precision.config import GemmConfig, LinearConfig
 from narrowgate.precision.linear import lower_linear
 from narrowgate.precision.saved import keep_saved
@@ -352,3 +352,25 @@ def test_blocks_of_norm_and_gate_take_less_memory_at_their_peak(swiglu_block):
     # Codes of gate and up save 8 of them; those of the last block are values again by then (2).
     saved = 4 * 2 * rows * hidden
     assert kept < plain - 0.5 * saved
+
+
+def test_a_model_that_saves_in_a_format_leaves_graphs_compiled_before_as_they_are(monkeypatch):
+    graphs = []
+
+    def backend(module, _):
+        graphs.append([str(node.target) for node in module.graph.nodes])
+        return module
+
+    def product(x):
+        return saved_marks.marked(x) * 2
+
+    monkeypatch.setattr(saved_marks, "installed", False)
+    torch._dynamo.reset()
+    compiled, x = torch.compile(product, backend=backend), torch.ones(3)
+    compiled(x)
+    monkeypatch.setattr(saved_marks, "installed", True)
+    compiled(x)
+    assert len(graphs) == 1
+    torch.compile(lambda x: saved_marks.marked(x) * 3, backend=backend)(x)
+    assert any("kept_operand" in target for target in graphs[1])
+    torch._dynamo.reset()
