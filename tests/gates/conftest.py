@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from narrowgate.gates.decision import decide
 from narrowgate.gates.evidence import evidence_of, statistics_of
 from narrowgate.gates.measurements import (
@@ -51,6 +53,19 @@ def _arm(ne: float | None, auc: float | None, note: str | None = None, **changes
         first_step_seconds=0.1,
         **changes,
     )
+
+
+@pytest.fixture
+def compile_by(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Any], None]]:
+    """Have ``torch.compile`` take a backend where the code under test names none, and forget what was compiled."""
+    compile_with = torch.compile
+
+    def use(backend: Any) -> None:
+        monkeypatch.setattr(torch, "compile", partial(compile_with, backend=backend))
+        torch._dynamo.reset()
+
+    yield use
+    torch._dynamo.reset()
 
 
 @pytest.fixture(scope="session")

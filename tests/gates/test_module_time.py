@@ -263,18 +263,21 @@ def test_backward_runs_too(regions) -> None:
     assert len(seen) == 3 + 3 + 3 * 2 * 3
 
 
-def test_regions_compile_by_themselves(regions, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_regions_compile_by_themselves_each_for_its_own_sizes(regions, compile_by: Callable[..., None]) -> None:
     found, models = regions
-    whole: list[Any] = []
+    sizes: list[list[Any]] = []
 
-    def compile_whole(module: nn.Module) -> Any:
-        whole.append(torch.compile(module, backend="aot_eager", fullgraph=True))
-        return whole[-1]
+    def backend(graph: Any, inputs: Any) -> Any:
+        inputs = [node.meta["example_value"] for node in graph.graph.nodes if node.op == "placeholder"]
+        sizes.append([size for value in inputs for size in getattr(value, "shape", (value,))])
+        return graph.forward
 
-    monkeypatch.setattr(module_time, "compile_model", compile_whole)
-    measured = time_regions(found[:1], models, CPU, CountingTimer(), FEW, compiled=True)
-    assert len(whole) == 2, "once in each arm"
+    compile_by(backend)
+    measured = time_regions(found, models, CPU, CountingTimer(), FEW, compiled=True)
     assert measured.left_out == ()
+    assert len(found) == 3
+    assert len(sizes) == 2 * 3, "once in each arm"
+    assert all(isinstance(size, int) for graph in sizes for size in graph)
 
 
 def test_the_budget_leaves_out_the_lightest_and_says_so(regions) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +127,7 @@ def test_what_nobody_counts_is_said_so(room: Path) -> None:
 
 
 def test_counting_beside_a_compiled_arm_changes_nothing_of_its_training(
-    room: Path, monkeypatch: pytest.MonkeyPatch
+    room: Path, compile_by: Callable[..., None]
 ) -> None:
     text = (room / "all-fp8.yaml").read_text()
     text = text.replace("grad: fp8_e5m2", "grad: fp8_e5m2+sr").replace("fprop: fp8_e4m3", "fprop: fp8_e4m3+delayed(4)")
@@ -137,7 +138,7 @@ def test_counting_beside_a_compiled_arm_changes_nothing_of_its_training(
         graphs.append(graph)
         return graph.forward
 
-    monkeypatch.setattr(train, "compile_model", lambda model: torch.compile(model, backend=backend))
+    compile_by(backend)
     runs = []
     for every in (None, 5):
         torch._dynamo.reset()

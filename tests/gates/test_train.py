@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from narrowgate.gates.batches import (
     to_device,
     weights_fingerprint,
 )
-from narrowgate.gates.compilation import compile_model, honest_compilation
+from narrowgate.gates.compilation import honest_compilation
 from narrowgate.gates.pairs import Pairing, combine, refuse_copies, summarise
 from narrowgate.gates.policy import StabilityLimits
 from narrowgate.gates.stability import stability
@@ -265,7 +266,7 @@ def test_task_names_must_fit_the_logits() -> None:
 
 @pytest.mark.parametrize("recipe", [None, "all-fp8.yaml", "stochastic.yaml"])
 def test_an_arm_is_compiled_once_and_every_seed_starts_afresh(
-    room: Path, monkeypatch: pytest.MonkeyPatch, recipe: str | None
+    room: Path, compile_by: Callable[..., None], recipe: str | None
 ) -> None:
     text = (room / "all-fp8.yaml").read_text()
     (room / "stochastic.yaml").write_text(text.replace("grad: fp8_e5m2", "grad: fp8_e5m2+sr"))
@@ -275,8 +276,7 @@ def test_an_arm_is_compiled_once_and_every_seed_starts_afresh(
         graphs.append(graph)
         return graph.forward
 
-    monkeypatch.setattr(train, "compile_model", lambda model: torch.compile(model, backend=backend))
-    torch._dynamo.reset()
+    compile_by(backend)
     loaded = None if recipe is None else load_recipe(recipe)
     arm = train.Arm(load_task("ranker:good"), CPU, loaded, steps=10, compiled=True)
     with honest_compilation():
@@ -308,52 +308,3 @@ def test_on_a_gpu_an_arm_is_compiled_once_and_repeats_itself(room: Path) -> None
     np.testing.assert_allclose(first.losses, again.losses, rtol=1e-2)
     assert first.peak_memory is not None
     arm.park()
-
-
-class Stack(nn.Module):
-    """Layers in a loop, as most models have them."""
-
-    def __init__(self, layers: list[nn.Module]) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(layers)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-class Untraced(nn.Linear):
-    """A library's layer at which graphs break."""
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        torch._dynamo.graph_break()
-        return super().forward(input)
-
-
-def test_a_graph_that_breaks_in_one_arm_leaves_the_others_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes: list[int] = []
-
-    def backend(module: Any, _: Any) -> Any:
-        size = sum(node.op in ("call_function", "call_module") for node in module.graph.nodes)
-
-        def run(*arguments: Any) -> Any:
-            sizes.append(size)
-            return module(*arguments)
-
-        return run
-
-    compile_with = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda target: compile_with(target, backend=backend))
-    torch._dynamo.reset()
-    x = torch.ones(4, 8)
-    baseline = compile_model(Stack([nn.Linear(8, 8) for _ in range(3)]))
-    expected = baseline(x)
-    whole = list(sizes)
-    assert len(whole) == 1
-    broken = compile_model(Stack([nn.Linear(8, 8), Untraced(8, 8), nn.Linear(8, 8)]))
-    broken(x)
-    sizes.clear()
-    assert torch.equal(baseline(x), expected)
-    assert sizes == whole
-    torch._dynamo.reset()

@@ -138,12 +138,13 @@ def test_an_rms_leaves_out_what_is_not_finite_and_is_infinite_where_squares_are(
         check(x, f"fp8_e4m3/{granularity}+clip(rms=2)", f"fp8_e5m2/{granularity}+clip(rms=1)")
 
 
+@pytest.mark.parametrize("modifier", ["", "+sr", "+clip(rms=2)+sr"])
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_what_is_not_finite_costs_its_own_group_alone(granularity, bad):
+def test_what_is_not_finite_costs_its_own_group_alone(granularity, bad, modifier):
     x = values((200, 328))
     x[70, 150] = bad
-    found = check(x, f"fp8_e4m3/{granularity}", f"fp8_e4m3/{granularity}")
+    found = check(x, f"fp8_e4m3/{granularity}{modifier}", f"fp8_e4m3/{granularity}{modifier}")
     assert all(q.dequantize()[70, 150].isnan() for q in found)
 
 
@@ -274,16 +275,17 @@ def test_codes_lie_contiguous_along_their_contraction():
     assert second.data.t().is_contiguous()
 
 
-@pytest.mark.parametrize("width", [96, 40, 128])
-@pytest.mark.parametrize("rows", ["fp8_e4m3", "fp8_e4m3/row", "fp8_e5m2/row+clip(rms=1)"])
+@pytest.mark.parametrize("width", [96, 40, 128, 66])
+@pytest.mark.parametrize("rows", ["fp8_e4m3", "fp8_e4m3/row", "fp8_e5m2/row+clip(rms=1)", "fp8_e4m3/row+sr"])
 def test_results_of_any_width_lie_side_by_side(width, rows):
     leaves = [values((70, width), seed=seed) for seed in range(3)]
     program = "mn,mn,mn;mul 0 1;maximum 2 #0.0|3,4"
     x = torch.cat([leaves[0].float() * leaves[1].float(), leaves[2].float().clamp_min(0.0)], -1)
-    columns = "fp8_e4m3/row"
-    found = torch.ops.narrowgate.cast_fp8(leaves, program, rows, columns, None, None, None, None, None, None)
-    for (codes, scale), spec, dim in zip((found[:2], found[2:]), (rows, columns), (1, 0), strict=True):
-        expected = quantize(x, spec, dim=dim)
+    columns = "fp8_e4m3/row+sr" if rows.endswith("+sr") else "fp8_e4m3/row"
+    keys = [key(number) if rows.endswith("+sr") else None for number in (3, 4)]
+    found = torch.ops.narrowgate.cast_fp8(leaves, program, rows, columns, keys[0], None, None, keys[1], None, None)
+    for (codes, scale), spec, dim, seed in zip((found[:2], found[2:]), (rows, columns), (1, 0), keys, strict=True):
+        expected = quantize(x, spec, dim=dim, seed=seed)
         assert torch.equal(scale.reshape(-1), expected.scale.reshape(-1))
         own = codes if dim == 1 else codes.t()
         assert torch.equal(own.contiguous().view(torch.uint8), expected.data.contiguous().view(torch.uint8))
