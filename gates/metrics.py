@@ -68,7 +68,8 @@ def placements(scores: Floats, labels: Floats, weights: Floats | None = None) ->
         ordered, mass = scores[others][order], np.concatenate([[0.0], np.cumsum(weights[others][order])])
         below = mass[np.searchsorted(ordered, scores[rows], side="left")]
         up_to = mass[np.searchsorted(ordered, scores[rows], side="right")]
-        share = (below + up_to) / 2 / mass[-1]
+        # Where all of the other class weigh nothing, nothing is ranked against it.
+        share = (below + up_to) / 2 / mass[-1] if mass[-1] > 0 else np.full(below.shape, np.nan)
         result[rows] = share if rows is positive else 1 - share
     return result
 

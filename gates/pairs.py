@@ -80,13 +80,17 @@ class Pairing:
         for what, same in (
             ("build_model() made other weights", baseline.weights == candidate.weights),
             (f"train_batches({seed}) began with another batch", baseline.first_batch == candidate.first_batch),
+            (f"train_batches({seed}) yielded other batches", _same_batches(baseline, candidate)),
             ("eval_batches() yielded other rows", _same_rows(baseline, candidate)),
         ):
             if not same:
-                raise RunError(f"seed {seed}: {what} for the candidate than for the baseline, so they are no pair")
+                raise RunError(
+                    f"seed {seed}: {what} for the candidate than for the baseline, so they are no pair"
+                    + _kept(baseline, candidate)
+                )
         other = _other_training(baseline, candidate)
         if other is not None:
-            raise RunError(f"seed {seed}: {other}, so they are no pair")
+            raise RunError(f"seed {seed}: {other}, so they are no pair{_kept(baseline, candidate)}")
         names = self._names_of(baseline, candidate)
         run = SeedRun(seed=seed, baseline=self._arm(baseline, names), candidate=self._arm(candidate, names))
         return Pair(run, _row_differences(baseline, candidate), names, baseline.notes + candidate.notes)
@@ -111,6 +115,20 @@ class Pairing:
             evaluation_seconds=trained.evaluation_seconds,
             reused=trained.reused,
         )
+
+
+def _same_batches(baseline: Trained, candidate: Trained) -> bool:
+    """Whether one that was kept saw what the other one sees today; of one that stopped early nobody knows."""
+    kept, whole = baseline.reused != candidate.reused, len(baseline.losses) == len(candidate.losses)
+    return baseline.batches == candidate.batches if kept and whole else True
+
+
+def _kept(baseline: Trained, candidate: Trained) -> str:
+    """What else may be the reason, where one of the two is of an earlier run."""
+    if baseline.reused == candidate.reused:
+        return ""
+    whose = "baseline" if baseline.reused else "candidate"
+    return f"; the {whose} is one that an earlier run into this folder trained: --fresh trains it anew"
 
 
 def combine(pairs: Sequence[Pair]) -> RowIntervals | None:
@@ -175,7 +193,7 @@ def _row_estimates(
     labels = first.labels if rows is None else first.labels[rows]
     ne, auc = {}, {}
     for column, name in enumerate(tasks):
-        if loss[:, column].sum() > 0:
+        if (loss[:, column] if weights is None else loss[:, column] * weights).sum() > 0:
             estimate = statistics.clustered_ratio(difference[:, column], loss[:, column], weights, groups)
             ne[name] = RowEstimate.of(estimate)
         if len(placed) and np.isfinite(placed[:, column]).all():
@@ -198,9 +216,15 @@ def _quality(trained: Trained, names: tuple[str, ...], rates: Sequence[float | N
     logits, labels, weights = trained.logits, trained.labels, trained.row_weights
     strange = labels[~np.isin(labels, (0.0, 1.0))]
     if strange.size:
-        raise NarrowgateError(f"predict() returned labels other than 0 and 1, first {strange[0]:.6g}")
+        row, column = (int(i[0]) for i in np.nonzero(~np.isin(labels, (0.0, 1.0))))
+        raise NarrowgateError(
+            f"predict() returned a label {strange[0]:.6g} of task {names[column]} in held-out row {row}, expected 0 or "
+            "1 for all tasks in every row"
+        )
     if weights is not None and not (np.isfinite(weights).all() and (weights >= 0).all()):
         raise NarrowgateError("predict() returned sample weights that are negative or not finite")
+    if weights is not None and weights.size and not weights.sum() > 0:
+        raise NarrowgateError("predict() returned sample weights that sum to zero over all held-out rows")
     found = {}
     for column, (name, rate) in enumerate(zip(names, rates, strict=True)):
         own, truth, gauc = logits[:, column], labels[:, column], None

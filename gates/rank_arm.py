@@ -33,7 +33,7 @@ from .model_state import RunError, plain_name
 from .predictions import Predicted, joined, predict_parts
 from .rank_data import RankTask, in_order
 from .ranks import Ranks
-from .resume import SeedStore
+from .resume import SeedStore, repeated_steps, stale
 from .rows import rows_for
 from .seeds import Job
 from .sharded import shard
@@ -283,8 +283,11 @@ class RankJob(Job):
             return arm.train(seed, watch)
         found, note = ranks.from_first(lambda: store.find(arm, seed))
         if found is not None:
-            watch(len(found.losses), len(found.losses), float(found.losses[-1]))
-            return found
+            # All ranks have the losses of all, and so agree.
+            note = stale(found, repeated_steps(arm, seed), arm)
+            if note is None:
+                watch(len(found.losses), len(found.losses), float(found.losses[-1]))
+                return found
         trained = arm.train(seed, watch)
         return ranks.from_first(lambda: store.keep(arm, trained, note))
 
@@ -327,6 +330,7 @@ def merged(trained: Sequence[Trained]) -> Trained:
     return replace(
         first,
         first_batch=hashlib.sha256("".join(own.first_batch for own in trained).encode()).hexdigest(),
+        batches=hashlib.sha256("".join(own.batches for own in trained).encode()).hexdigest(),
         peak_memory=max(peaks) if peaks else None,
         seconds=max(own.seconds for own in trained),
         first_step_seconds=max(own.first_step_seconds for own in trained),

@@ -3,8 +3,9 @@
 One file holds one training of one arm under one seed. Its key is a hash of everything that the training follows from:
 the task (its names, what it says of itself, the source of its modules, its initial weights and first batches), the
 recipe and backend, the seed and number of steps, narrowgate's own source, the versions of what computes, and the
-device. Whatever differs gives another key, so nothing stale is ever read. Step times are never kept: they belong to
-the moment.
+device. Whatever differs gives another key. What a task takes from files or the environment is in no key: before a kept
+training is used, its first steps are run again, and where their losses are others it is trained anew. Step times are
+never kept: they belong to the moment.
 
 Baselines do not depend on the recipe, so a later run of another recipe into the same folder reuses them. Candidates
 are kept only until their report is written.
@@ -21,15 +22,18 @@ import itertools
 import json
 import os
 import sys
+import sysconfig
 import tempfile
 import zipfile
 import zlib
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ..precision.observer import OperandNumerics
 from . import task as tasks
@@ -50,9 +54,14 @@ _KEPT_BASELINES = 64
 #: Begins the names of files that remember how many seeds were looked at; starting afresh forgets no look.
 _LOOKED = "looked-"
 #: Raised where the files' layout changes.
-_LAYOUT = 2
+_LAYOUT = 3
 #: Batches of each kind that stand for the data, beside what the task says of it.
 _BATCHES = 2
+#: Steps that are run again before a kept training is used, and how far their losses may be from the kept ones: on a
+#: GPU the order of sums is not the same from run to run.
+_REPEATED = 3
+_SAME = {"cpu": 1e-6}
+_NEAR = 2e-3
 #: What no two runs share, or what no result follows from.
 _IRRELEVANT = ("date", "cores")
 _OWN = Path(__file__).parent
@@ -74,8 +83,10 @@ class SeedStore:
         """Return the kept training of ``arm`` under ``seed``, or train and keep it."""
         found, note = self.find(arm, seed)
         if found is not None:
-            watch(len(found.losses), len(found.losses), float(found.losses[-1]))
-            return found
+            note = stale(found, repeated_steps(arm, seed), arm)
+            if note is None:
+                watch(len(found.losses), len(found.losses), float(found.losses[-1]))
+                return found
         return self.keep(arm, arm.train(seed, watch), note)
 
     def find(self, arm: Arm, seed: int) -> tuple[Trained | None, str | None]:
@@ -116,6 +127,30 @@ class SeedStore:
         key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
         kind = "baseline" if recipe is None else "candidate"
         return self.folder / f"{kind}-{seed}-{key[:16]}.npz", key
+
+
+def stale(found: Trained, losses: NDArray[np.float64], arm: Arm) -> str | None:
+    """Return why a kept training is none of today's, None where it is.
+
+    Args:
+        found: the kept training.
+        losses: of today's first steps; see :meth:`~narrowgate.gates.train.Arm.begin`.
+        arm: the arm.
+    """
+    kept = found.losses[: len(losses)]
+    apart = _SAME.get(arm.device.type, _NEAR)
+    if kept.shape == losses.shape and np.allclose(kept, losses, rtol=apart, atol=0.0, equal_nan=True):
+        return None
+    whose = "baseline" if arm.recipe is None else f"candidate {arm.recipe.name}"
+    return (
+        f"a kept training of the {whose} under seed {found.seed} was not used: its first losses do not come out again, "
+        "so something changed that no key knows of (say it in the task's describe())"
+    )
+
+
+def repeated_steps(arm: Arm, seed: int) -> NDArray[np.float64]:
+    """Return the losses of the first steps of ``arm`` under ``seed`` that :func:`stale` takes."""
+    return arm.begin(seed, _REPEATED)
 
 
 def open_store(folder: Path, source: TaskSource, task: Task, weights: str) -> SeedStore:
@@ -241,22 +276,41 @@ def _own_files() -> list[Path]:
 
 
 def _task_files(task: str | None) -> list[Path]:
-    """Return the sources of a user's task: its module, and what it imported from beside it."""
-    if task is None:
-        return []
-    top = sys.modules.get(task.partition(":")[0].partition(".")[0])
+    """Return the sources of a user's task: its module, what lies beside it, and what it has from elsewhere.
+
+    That is what the names of a module stand for, and so on, and the rest of these modules' packages as far as it is
+    loaded. What is installed is known by its version.
+    """
+    top = None if task is None else sys.modules.get(task.partition(":")[0].partition(".")[0])
     if top is None or not getattr(top, "__file__", None):
         return []
-    root = Path(str(top.__file__)).parent
+    installed = {Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
+    own = {path.resolve() for path in _own_files()}
+
+    def source(module: Any) -> Path | None:
+        file = getattr(module, "__file__", None)
+        # Some modules name files that are nowhere.
+        path = Path(file).resolve() if isinstance(file, str) and Path(file).is_file() else None
+        if path is None or path.suffix != ".py" or path in own or installed.intersection(path.parents):
+            return None
+        return None if {"site-packages", "dist-packages"}.intersection(path.parts) else path
+
     # Not the program itself, which differs between a command and its workers.
-    modules = [module for name, module in list(sys.modules.items()) if name not in ("__main__", "__mp_main__")]
-    found = {Path(file) for module in modules if (file := getattr(module, "__file__", None))}
-    own = set(_own_files())
-    return [
-        path
-        for path in found
-        if path.suffix == ".py" and root in path.parents and "site-packages" not in path.parts and path not in own
-    ]
+    loaded = {name: path for name, module in list(sys.modules.items()) if (path := source(module)) is not None}
+    loaded = {name: path for name, path in loaded.items() if name not in ("__main__", "__mp_main__")}
+    reached, todo = set[str](), [name for name in loaded if sys.modules[name] is top]
+    while todo:
+        name = todo.pop()
+        if name not in loaded or name in reached:
+            continue
+        reached.add(name)
+        for value in list(vars(sys.modules[name]).values()):
+            # Whatever a user's object does when it is asked.
+            with contextlib.suppress(Exception):
+                todo.append(value.__name__ if isinstance(value, ModuleType) else value.__module__)
+    packages = {name.partition(".")[0] for name in reached}
+    root = Path(str(top.__file__)).resolve().parent
+    return list({path for name, path in loaded.items() if name.partition(".")[0] in packages or root in path.parents})
 
 
 def _source_hash(paths: list[Path]) -> str:

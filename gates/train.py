@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from ..precision.errors import NarrowgateError
 from .arithmetic import Arithmetic
-from .batches import fingerprint, length, tensors, to_device, weights_fingerprint
+from .batches import Checksum, fingerprint, length, tensors, to_device, weights_fingerprint
 from .compilation import compile_model
 from .model_state import RunError as RunError
 from .model_state import copy_state, gradient_norm, hyperparameters
@@ -55,6 +55,8 @@ class Trained:
     #: Hash of the initial weights, before any recipe, and of the first batch: equal for both arms of a seed.
     weights: str
     first_batch: str
+    #: Checksum of all batches that it took.
+    batches: str
     #: [steps] float64 each: training loss and total gradient norm.
     losses: NDArray[np.float64]
     gradient_norms: NDArray[np.float64]
@@ -86,6 +88,7 @@ class _Fit:
     losses: NDArray[np.float64]
     norms: NDArray[np.float64]
     first_batch: str
+    batches: str
     first_step_seconds: float
     optimizer: tuple[dict[str, Any], ...]
     #: Allocator peak in bytes, without the passes that only count.
@@ -144,6 +147,7 @@ class Arm:
             seed=seed,
             weights=weights,
             first_batch=fit.first_batch,
+            batches=fit.batches,
             losses=fit.losses,
             gradient_norms=fit.norms,
             logits=predicted.logits,
@@ -164,6 +168,16 @@ class Arm:
         self.start(seed)
         tensor_watch = self._tensor_watch()
         return self._fit(seed, watch, tensor_watch).losses, tensor_watch.result()
+
+    def begin(self, seed: int, steps: int) -> NDArray[np.float64]:
+        """Train at most ``steps`` first steps under ``seed``, and predict nothing; return their losses."""
+        asked = self.steps
+        self.steps = steps if asked is None else min(asked, steps)
+        try:
+            self.start(seed)
+            return self._fit(seed, lambda *_: None, TensorWatch(None, False, "only its first steps are run")).losses
+        finally:
+            self.steps = asked
 
     def start(self, seed: int) -> str:
         """Put the model into its initial state for ``seed``; return the hash of its weights before any recipe."""
@@ -261,7 +275,7 @@ class Arm:
         fetched: list[NDArray[np.float64]] = []
         waiting: list[Tensor] = []
         facts: list[dict[str, Any]] = []
-        first_batch, first_step, peak, started = "", 0.0, None, time.perf_counter()
+        first_batch, checksum, first_step, peak, started = "", Checksum(), 0.0, None, time.perf_counter()
         fetch_every = _FETCH_EVERY if self.device.type == "cuda" else 1
         step = 0
         seed_generators(self._dropout_seed(seed))
@@ -273,6 +287,7 @@ class Arm:
         for step, batch in enumerate(batches, 1):
             if step == 1:
                 first_batch = fingerprint(tensors(batch))
+            checksum.add(tensors(batch))
             batch = to_device(batch, self.device)
             if self.compiled and tensor_watch.due(step):
                 peak, begun = self._peak(peak), time.perf_counter()
@@ -310,6 +325,7 @@ class Arm:
             losses=values[:, 0],
             norms=values[:, 1],
             first_batch=first_batch,
+            batches=checksum.result(),
             first_step_seconds=first_step,
             optimizer=(*facts, *hyperparameters(optimizer)),
             peak=self._peak(peak),

@@ -22,6 +22,7 @@ from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any
 
 from ..precision.errors import NarrowgateError
+from .exits import failure_text
 from .progress import Progress, Step
 
 if TYPE_CHECKING:
@@ -203,7 +204,7 @@ def _work(pipe: Connection, job: Job) -> None:
     except BaseException as error:
         from .train import RunError
 
-        text = f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
+        text = failure_text(error)
         known = isinstance(error, RunError | NarrowgateError)
         message = str(error) if known else text if seed is None else f"seed {seed}: {text}"
         with contextlib.suppress(OSError):

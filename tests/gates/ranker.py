@@ -178,6 +178,39 @@ def sliced():
     return Sliced()
 
 
+class Weighed(Task):
+    """Where ``all`` is set no row weighs anything, else those of the slice ``cold`` and the positives of another."""
+
+    def __init__(self, all):
+        super().__init__()
+        self.all = all
+
+    def predict(self, model, batch):
+        found = super().predict(model, batch)
+        x, y = batch["x"], batch["y"]
+        cold, other = x[:, 1] > 1, x[:, 2] > 1
+        found.slices = {"cold": cold, "one class": other}
+        found.weights = 1.0 - (cold | (other & (y > 0)) | self.all).float()
+        return found
+
+
+def weightless():
+    return Weighed(False)
+
+
+def unweighted():
+    return Weighed(True)
+
+
+class Elsewhere(Task):
+    def optimizer(self, model):
+        return super().optimizer(Ranker())
+
+
+def elsewhere():
+    return Elsewhere()
+
+
 class Unlabelled(Task):
     def eval_batches(self):
         batches = super().eval_batches()

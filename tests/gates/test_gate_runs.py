@@ -111,10 +111,14 @@ def test_a_crashed_worker_is_one_error_and_code_4(room: Path, narrowgate) -> Non
     assert case.result[0].type == "run failed"
 
 
-def test_an_exception_in_training_names_the_seed(room: Path, narrowgate) -> None:
+def test_an_exception_in_training_names_the_seed_and_the_users_line(room: Path, narrowgate) -> None:
     code, _, err = narrowgate("gate", "all-fp8.yaml", "--task", "ranker:raising", "--seeds", "1", "-q")
     assert code == 4
-    assert "seed 0: RuntimeError: matrix on fire (--debug shows the traceback)" in err
+    line = next(
+        i for i, text in enumerate((room / "ranker.py").read_text().splitlines(), 1) if "matrix on fire" in text
+    )
+    at = f"(in fault() at ranker.py:{line})"
+    assert f"seed 0: RuntimeError: matrix on fire {at} (--debug shows the traceback)" in err
     assert "Traceback" not in err
 
 
@@ -135,7 +139,41 @@ def test_labels_that_are_no_numbers_are_named_and_not_taken_for_other_rows(room:
     code, _, err = narrowgate(
         "gate", "all-fp8.yaml", "--task", "ranker:unlabelled", "--seeds", "1", "--steps", "2", "-q"
     )
-    assert (code, err) == (2, "narrowgate: predict() returned labels other than 0 and 1, first nan\n")
+    said = "predict() returned a label nan of task click in held-out row 3, expected 0 or 1 for all tasks in every row"
+    assert (code, err) == (2, f"narrowgate: {said}\n")
+
+
+def test_a_slice_of_no_weight_is_not_measured_and_the_rest_is(room: Path, narrowgate) -> None:
+    code, _, err = narrowgate(
+        "gate", "all-fp8.yaml", "--task", "ranker:weightless", "--seeds", "2", "--steps", "4", "-q"
+    )
+    assert (code, err) == (3, "")
+    report = json.loads((room / "reports" / "report.json").read_text())
+    slices = report["measurements"]["seeds"][0]["candidate"]["quality"]["click"]["slices"]
+    assert slices["cold"]["ne"] is None
+    assert slices["cold"]["note"] == "the sample weights sum to zero"
+    assert slices["one class"]["auc"] is None
+    assert report["measurements"]["rows"]["ne"]["click"]
+    assert (
+        "cold" not in report["measurements"]["rows"]["slices"]
+        or not report["measurements"]["rows"]["slices"]["cold"]["ne"]
+    )
+
+
+def test_rows_that_all_weigh_nothing_are_said_so(room: Path, narrowgate) -> None:
+    code, _, err = narrowgate(
+        "gate", "all-fp8.yaml", "--task", "ranker:unweighted", "--seeds", "1", "--steps", "2", "-q"
+    )
+    said = "predict() returned sample weights that sum to zero over all held-out rows"
+    assert (code, err) == (2, f"narrowgate: {said}\n")
+
+
+def test_an_optimizer_of_another_model_is_refused(room: Path, narrowgate) -> None:
+    code, _, err = narrowgate(
+        "gate", "all-fp8.yaml", "--task", "ranker:elsewhere", "--seeds", "1", "--steps", "2", "-q"
+    )
+    assert code == 2
+    assert "optimizer() returned one that holds none of the model's 4 parameters" in err
 
 
 def _group_lives(group: int) -> bool:

@@ -175,19 +175,24 @@ def _operand(elements: int, saturated: float, step: int, sqnr: float) -> Operand
 @pytest.fixture
 def trained() -> Trained:
     return Trained(
-        seed=3, weights="w", first_batch="b0", losses=np.ones(2), gradient_norms=np.ones(2), logits=None, labels=None,
-        row_weights=None, groups=None, slices={}, peak_memory=10, seconds=1.0, first_step_seconds=0.5,
+        seed=3, weights="w", first_batch="b0", batches="a0", losses=np.ones(2), gradient_norms=np.ones(2), logits=None,
+        labels=None, row_weights=None, groups=None, slices={}, peak_memory=10, seconds=1.0, first_step_seconds=0.5,
         observed=Observed(2, (_operand(10, 0.1, 1, 30.0),), None, ("p", "q")),
     )  # fmt: skip
 
 
 def test_one_training_of_ranks_has_the_largest_peak_and_the_worst_rank_of_each_operand(trained) -> None:
     other = replace(
-        trained, first_batch="b1", peak_memory=20, observed=Observed(2, (_operand(30, 0.3, 2, 20.0),), None, ("q",))
+        trained,
+        first_batch="b1",
+        batches="a1",
+        peak_memory=20,
+        observed=Observed(2, (_operand(30, 0.3, 2, 20.0),), None, ("q",)),
     )
     found = merged([trained, other])
     assert found.peak_memory == 20
     assert found.first_batch not in ("b0", "b1")
+    assert found.batches not in ("a0", "a1")
     (operand,) = found.observed.operands
     assert (operand.elements, operand.worst_saturated, operand.worst_saturated_step) == (40, 0.3, 2)
     assert operand.saturated == pytest.approx((10 * 0.1 + 30 * 0.3) / 40)

@@ -165,6 +165,72 @@ def test_whatever_a_training_follows_from_is_part_of_its_key(room: Path, source:
     assert store_of(source, room / "kept") == store
 
 
+@pytest.mark.parametrize("setting", ["dropout", "loss scale", "data of the third batch"])
+def test_what_a_task_reads_from_a_file_is_found_out_by_its_first_losses(room: Path, measure, setting: str) -> None:
+    path = room / "ranker.py"
+    text = path.read_text().replace("nn.Dropout(0.1)", "nn.Dropout(SETTINGS['dropout'])")
+    text = text.replace(
+        "return loss if self.fault is None",
+        "loss = loss * SETTINGS['loss scale']\n        if step == 3:\n"
+        "            loss = loss * SETTINGS['data of the third batch']\n        return loss if self.fault is None",
+    )
+    path.write_text(
+        text.replace("class Ranker", "import json\nSETTINGS = json.load(open('settings.json'))\n\n\nclass Ranker", 1)
+    )
+    settings = {"dropout": 0.1, "loss scale": 1.0, "data of the third batch": 1.0}
+    (room / "settings.json").write_text(json.dumps(settings))
+    store = room / "reports" / ".seeds"
+    assert measure(seeds=2, steps=5, store=store).reuse.baseline == 0
+    resume.settle(store)
+    sys.modules.pop("ranker")
+    assert measure(seeds=2, steps=5, store=store).reuse.baseline == 2
+    resume.settle(store)
+    sys.modules.pop("ranker")
+    (room / "settings.json").write_text(json.dumps(settings | {setting: 0.5}))
+    again = measure(seeds=2, steps=5, store=store)
+    assert again.reuse.baseline == 0
+    assert [note.partition(" was not used")[0] for note in again.reuse.notes] == [
+        f"a kept training of the baseline under seed {seed}" for seed in (0, 1)
+    ]
+
+
+def test_a_later_batch_that_changed_ends_the_run_with_what_helps(room: Path, measure) -> None:
+    path = room / "ranker.py"
+    path.write_text(path.read_text().replace("        x, y = rows(100 + seed, 64 * self.count)\n", (
+        "        x, y = rows(100 + seed, 64 * self.count)\n        y[64 * 4] = float(os.environ.get('LABEL', '0'))\n"
+    )))  # fmt: skip
+    store = room / "reports" / ".seeds"
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setenv("LABEL", "1")
+        measure(seeds=2, steps=5, store=store)
+    resume.settle(store)
+    with pytest.raises(train.RunError, match=r"yielded other batches .* earlier run into this folder .*--fresh"):
+        measure(seeds=2, steps=5, store=store)
+
+
+@pytest.mark.parametrize("place", ["elsewhere/towers/ranking.py", "elsewhere/towers/parts.py"])
+def test_the_source_of_what_a_task_has_from_elsewhere_is_part_of_its_key(
+    room: Path, source: TaskSource, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    monkeypatch.syspath_prepend(str(room / "elsewhere"))
+    (room / "elsewhere" / "towers").mkdir(parents=True)
+    (room / "elsewhere" / "towers" / "__init__.py").write_text("")
+    (room / "elsewhere" / "towers" / "parts.py").write_text("SCALE = 1\n")
+    (room / "elsewhere" / "towers" / "ranking.py").write_text("import towers.parts\n\n\ndef scale():\n    return 1\n")
+    (room / "task").mkdir()
+    (room / "task" / "own.py").write_text("from ranker import good\nfrom towers.ranking import scale\n")
+    monkeypatch.syspath_prepend(str(room / "task"))
+    source = replace(source, task="own:good")
+    try:
+        before = store_of(source, room / "kept")
+        assert store_of(source, room / "kept") == before
+        (room / place).write_text((room / place).read_text() + "# changed\n")
+        assert store_of(source, room / "kept") != before
+    finally:
+        for name in ("own", "towers", "towers.parts", "towers.ranking"):
+            sys.modules.pop(name, None)
+
+
 @pytest.mark.parametrize("damage", ["cut", "emptied", "no archive", "of another key"])
 def test_a_damaged_file_is_ignored_and_said_so(room: Path, source: TaskSource, damage: str) -> None:
     store = store_of(source, room / "kept")
