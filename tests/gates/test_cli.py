@@ -224,7 +224,8 @@ def test_an_unexpected_error_is_one_line_with_a_hint(narrowgate, monkeypatch: py
     monkeypatch.setattr(cli_recipes, "recipes_command", explode)
     code, _, err = narrowgate("recipes")
     assert code == 4
-    assert err == "narrowgate: the run failed: ZeroDivisionError: oh no (--debug shows the traceback)\n"
+    at = f"(in explode() at test_cli.py:{explode.__code__.co_firstlineno + 1})"
+    assert err == f"narrowgate: the run failed: ZeroDivisionError: oh no {at} (--debug shows the traceback)\n"
 
 
 @pytest.mark.parametrize(
