@@ -156,6 +156,14 @@ def load_report(path: Path) -> Report:
     version = data.get("schema_version") if isinstance(data, dict) else None
     if version is None:
         raise NarrowgateError(f"{path}: found no schema_version, expected a report that narrowgate wrote")
+    if "recipes" in data and "measurements" not in data:
+        entries = data["recipes"] if isinstance(data["recipes"], list) else []
+        names = ", ".join(
+            str(entry.get("report")) for entry in entries if isinstance(entry, dict) and entry.get("report")
+        )
+        raise NarrowgateError(
+            f"{path}: found a summary of several gates, expected the report of one: {names or 'none'}"
+        )
     if version != SCHEMA_VERSION:
         raise NarrowgateError(
             f"{path}: schema_version: found {version!r}, this version of narrowgate reads {SCHEMA_VERSION};"
@@ -176,7 +184,8 @@ def load_report(path: Path) -> Report:
     except ValidationError as error:
         fault = error.errors()[0]
         field = ".".join(str(part) for part in fault["loc"])
-        raise NarrowgateError(f"{path}: {field}: {fault['msg']}") from None
+        what = "the field is missing" if fault["type"] == "missing" else fault["msg"]
+        raise NarrowgateError(f"{path}: {field}: {what}") from None
 
 
 def _remedy(data: dict[str, Any], version: Any) -> str:

@@ -64,6 +64,11 @@ def low_precision(
     def decorate(target: _Target) -> _Target:
         if isinstance(target, type):
             return _decorate_class(target, order)  # type: ignore[return-value]
+        if isinstance(target, nn.Module):
+            raise NarrowgateError(
+                f"low_precision: found a {type(target).__name__} that is built already, expected its class or what "
+                "builds it; apply_recipe(model, recipe) takes a model"
+            )
         if not callable(target):
             raise NarrowgateError(f"low_precision: found {found(target)}, expected a class or a function")
         return _decorate_function(target, order)  # type: ignore[return-value]

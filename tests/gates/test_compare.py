@@ -160,7 +160,7 @@ def test_two_whole_runs_of_one_gate_agree() -> None:
         (None, "b.json: cannot read the report: No such file or directory"),
         ("{", "b.json:1:2: not JSON"),
         ('{"schema_version": 7}', "b.json: schema_version: found 7, this version of narrowgate reads 1"),
-        ('{"schema_version": 1}', "b.json: verdict: Field required"),
+        ('{"schema_version": 1}', "b.json: verdict: the field is missing"),
     ],
 )
 def test_a_report_that_cannot_be_read_is_one_line_and_code_2(

@@ -266,6 +266,28 @@ def test_other_versions_are_refused_with_one_clear_line(
     assert len(str(refused.value).splitlines()) == 1
 
 
+def test_what_is_no_report_of_one_gate_is_told_what_it_is(tmp_path: Path, accepted: Report) -> None:
+    data = json.loads(accepted.files()["report.json"])
+    del data["verdict"]
+    summary = {
+        "schema_version": 1,
+        "recipes": [{"report": "a/report.json"}, {"report": None}, {"report": "b/report.json"}],
+    }
+    for name, content, message in (
+        ("report.json", data, "verdict: the field is missing"),
+        (
+            "summary.json",
+            summary,
+            "found a summary of several gates, expected the report of one: a/report.json, b/report.json",
+        ),
+    ):
+        path = tmp_path / name
+        path.write_text(json.dumps(content))
+        with pytest.raises(NarrowgateError) as refused:
+            load_report(path)
+        assert str(refused.value) == f"{path}: {message}"
+
+
 @pytest.mark.parametrize(
     ("place", "value", "message"),
     [

@@ -172,6 +172,8 @@ def test_what_cannot_be_decorated_is_refused():
         low_precision("bf16")(int)
     with pytest.raises(NarrowgateError, match="expected a class or a function"):
         low_precision("bf16")(3)  # type: ignore[type-var]
+    with pytest.raises(NarrowgateError, match=r"found a Linear that is built already.*apply_recipe\(model, recipe\)"):
+        low_precision("bf16")(nn.Linear(16, 16))
     with pytest.raises(NarrowgateError, match=r"returned 3, expected a torch\.nn\.Module"):
         low_precision("bf16")(lambda: 3)()
 
