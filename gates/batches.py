@@ -62,19 +62,30 @@ def fingerprint(values: Iterable[Tensor]) -> str:
     """
     digest = hashlib.sha256()
     for value in values:
-        value = value.detach()
-        if value.is_nested or value.layout != torch.strided:
-            value = value.values() if value.is_nested else value.to_dense()
-        digest.update(f"{tuple(value.shape)}{value.dtype}".encode())
-        flat = value.contiguous().reshape(-1).view(torch.uint8)
-        if flat.is_cuda:
-            flat = mixed_words(flat)
-        digest.update(flat.cpu().numpy().tobytes())
+        for flat in _bytes(value, digest):
+            digest.update((mixed_words(flat) if flat.is_cuda else flat).cpu().numpy().tobytes())
     return digest.hexdigest()
 
 
+def _bytes(value: Tensor, digest: Any) -> Iterator[Tensor]:
+    """Yield the bytes of a tensor and of what says how it lies, each [n] uint8; ``digest`` takes shapes and dtypes."""
+    value = value.detach()
+    if value.is_nested:
+        lies: Any = value
+        parts = [lies.values(), lies.offsets() if value.layout == torch.jagged else lies._nested_tensor_size()]
+    else:
+        parts = [value.to_dense() if value.layout != torch.strided else value]
+    for part in parts:
+        digest.update(f"{tuple(part.shape)}{part.dtype}".encode())
+        yield part.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+
+#: Sums of a GPU's tensors that are kept before they are summed themselves.
+_WAITING = 256
+
+
 class Checksum:
-    """A sum over all batches of a training, which costs a step little: it tells changes, and forgeries it does not.
+    """A sum over batches, which costs a step little: it tells changes, and forgeries it does not.
 
     Of what lies on a GPU nothing is waited for before :meth:`result`.
     """
@@ -87,15 +98,19 @@ class Checksum:
     def add(self, values: Iterable[Tensor]) -> None:
         """Add a batch's tensors."""
         for value in values:
-            value = value.detach()
-            if value.is_nested or value.layout != torch.strided:
-                value = value.values() if value.is_nested else value.to_dense()
-            self._digest.update(f"{tuple(value.shape)}{value.dtype}".encode())
-            flat = value.contiguous().reshape(-1).view(torch.uint8)
-            if flat.is_cuda:
-                self._waiting.append(mixed_words(flat))
-            else:
-                self._digest.update(zlib.crc32(flat.cpu().numpy().data).to_bytes(4, "little"))
+            for flat in _bytes(value, self._digest):
+                if flat.is_cuda:
+                    self._waiting.append(mixed_words(flat))
+                else:
+                    self._digest.update(zlib.crc32(flat.cpu().numpy().data).to_bytes(4, "little"))
+        if len(self._waiting) > _WAITING:
+            self._waiting = [mixed_words(torch.cat(self._waiting))]
+
+    def over(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """Yield ``batches``, each of which is added."""
+        for batch in batches:
+            self.add(tensors(batch))
+            yield batch
 
     def result(self) -> str:
         """Return the sum of what was added."""

@@ -118,14 +118,13 @@ class Pairing:
 
 
 def _same_batches(baseline: Trained, candidate: Trained) -> bool:
-    """Whether one that was kept saw what the other one sees today; of one that stopped early nobody knows."""
-    kept, whole = baseline.reused != candidate.reused, len(baseline.losses) == len(candidate.losses)
-    return baseline.batches == candidate.batches if kept and whole else True
+    """Whether both saw the same batches; of one that stopped early nobody knows."""
+    return baseline.batches == candidate.batches or len(baseline.losses) != len(candidate.losses)
 
 
 def _kept(baseline: Trained, candidate: Trained) -> str:
     """What else may be the reason, where one of the two is of an earlier run."""
-    if baseline.reused == candidate.reused:
+    if not (baseline.reused or candidate.reused):
         return ""
     whose = "baseline" if baseline.reused else "candidate"
     return f"; the {whose} is one that an earlier run into this folder trained: --fresh trains it anew"
@@ -308,7 +307,8 @@ def _same_rows(baseline: Trained, candidate: Trained) -> bool:
     if baseline.labels is None or candidate.labels is None:
         return True
     names = ("labels", "row_weights", "groups")
-    same = all(_equal(getattr(baseline, name), getattr(candidate, name)) for name in names)
+    same = baseline.held_out == candidate.held_out
+    same = same and all(_equal(getattr(baseline, name), getattr(candidate, name)) for name in names)
     marked = baseline.slices.keys() == candidate.slices.keys()
     return same and marked and all(_equal(mask, candidate.slices[name]) for name, mask in baseline.slices.items())
 

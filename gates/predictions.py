@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..precision.errors import NarrowgateError
 from .arithmetic import Arithmetic
-from .batches import to_device
+from .batches import Checksum, to_device
 from .task import Prediction, Task
 
 #: A mark with more values than this names rows rather than slices of them.
@@ -32,6 +32,8 @@ class Predicted:
     groups: NDArray[np.int64] | None = None
     #: By the slice's name, [rows] bool.
     slices: dict[str, NDArray[np.bool_]] = field(default_factory=dict)
+    #: Checksum of the batches that were predicted.
+    seen: str = ""
 
 
 def predict(task: Task, model: nn.Module, device: torch.device) -> Predicted:
@@ -40,7 +42,9 @@ def predict(task: Task, model: nn.Module, device: torch.device) -> Predicted:
     Raises:
         NarrowgateError: there are no rows, or predictions that do not fit together.
     """
-    return joined(predict_parts(task, model, task.eval_batches(), device, Arithmetic.of(device)))
+    checksum = Checksum()
+    parts = predict_parts(task, model, checksum.over(task.eval_batches()), device, Arithmetic.of(device))
+    return replace(joined(parts), seen=checksum.result())
 
 
 def predict_parts(

@@ -28,7 +28,7 @@ from ..models.prediction import Prediction
 from ..precision.errors import NarrowgateError
 from ..precision.observer import OperandNumerics
 from .arithmetic import Arithmetic
-from .batches import length
+from .batches import Checksum, length
 from .model_state import RunError, plain_name
 from .predictions import Predicted, joined, predict_parts
 from .rank_data import RankTask, in_order
@@ -191,6 +191,7 @@ class RankArm(Arm):
     def _predicted(self, model: nn.Module) -> Predicted:
         """Predict this rank's rows, and put all ranks' together."""
         counts: list[bool] = []
+        checksum = Checksum()
 
         def batches() -> Iterator[Any]:
             for batch, counted in self.own.eval_batches():
@@ -199,9 +200,9 @@ class RankArm(Arm):
                 yield batch
 
         with self.eagerly():
-            parts = predict_parts(self.task, model, batches(), self.device, self.arithmetic)
+            parts = predict_parts(self.task, model, checksum.over(batches()), self.device, self.arithmetic)
         own = [_on_host(part) if counted else None for part, counted in zip(parts, counts, strict=True)]
-        return joined(in_order(self.job.gather(own)))
+        return replace(joined(in_order(self.job.gather(own))), seen=checksum.result())
 
     def _noted(self, loss: Tensor, model: nn.Module) -> Tensor:
         # FP64 [2]: this rank's loss, and the sum of squares over its rows of the gradients.
@@ -331,6 +332,7 @@ def merged(trained: Sequence[Trained]) -> Trained:
         first,
         first_batch=hashlib.sha256("".join(own.first_batch for own in trained).encode()).hexdigest(),
         batches=hashlib.sha256("".join(own.batches for own in trained).encode()).hexdigest(),
+        held_out=hashlib.sha256("".join(own.held_out for own in trained).encode()).hexdigest(),
         peak_memory=max(peaks) if peaks else None,
         seconds=max(own.seconds for own in trained),
         first_step_seconds=max(own.first_step_seconds for own in trained),

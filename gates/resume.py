@@ -4,8 +4,8 @@ One file holds one training of one arm under one seed. Its key is a hash of ever
 the task (its names, what it says of itself, the source of its modules, its initial weights and first batches), the
 recipe and backend, the seed and number of steps, narrowgate's own source, the versions of what computes, and the
 device. Whatever differs gives another key. What a task takes from files or the environment is in no key: before a kept
-training is used, its first steps are run again, and where their losses are others it is trained anew. Step times are
-never kept: they belong to the moment.
+training is used, its first steps are run again, and where their losses or gradient norms are others it is trained anew.
+Step times are never kept: they belong to the moment.
 
 Baselines do not depend on the recipe, so a later run of another recipe into the same folder reuses them. Candidates
 are kept only until their report is written.
@@ -16,6 +16,7 @@ report says so. A disk that is full costs only what would have been kept.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import hashlib
 import itertools
@@ -26,6 +27,7 @@ import sysconfig
 import tempfile
 import zipfile
 import zlib
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import ModuleType
@@ -54,11 +56,11 @@ _KEPT_BASELINES = 64
 #: Begins the names of files that remember how many seeds were looked at; starting afresh forgets no look.
 _LOOKED = "looked-"
 #: Raised where the files' layout changes.
-_LAYOUT = 3
+_LAYOUT = 4
 #: Batches of each kind that stand for the data, beside what the task says of it.
 _BATCHES = 2
-#: Steps that are run again before a kept training is used, and how far their losses may be from the kept ones: on a
-#: GPU the order of sums is not the same from run to run.
+#: Steps that are run again before a kept training is used, and how far their losses and gradient norms may be from the
+#: kept ones: on a GPU the order of sums is not the same from run to run.
 _REPEATED = 3
 _SAME = {"cpu": 1e-6}
 _NEAR = 2e-3
@@ -129,27 +131,27 @@ class SeedStore:
         return self.folder / f"{kind}-{seed}-{key[:16]}.npz", key
 
 
-def stale(found: Trained, losses: NDArray[np.float64], arm: Arm) -> str | None:
+def stale(found: Trained, begun: NDArray[np.float64], arm: Arm) -> str | None:
     """Return why a kept training is none of today's, None where it is.
 
     Args:
         found: the kept training.
-        losses: of today's first steps; see :meth:`~narrowgate.gates.train.Arm.begin`.
+        begun: losses and gradient norms of today's first steps; see :meth:`~narrowgate.gates.train.Arm.begin`.
         arm: the arm.
     """
-    kept = found.losses[: len(losses)]
+    kept = np.stack([found.losses, found.gradient_norms])[:, : begun.shape[1]]
     apart = _SAME.get(arm.device.type, _NEAR)
-    if kept.shape == losses.shape and np.allclose(kept, losses, rtol=apart, atol=0.0, equal_nan=True):
+    if kept.shape == begun.shape and np.allclose(kept, begun, rtol=apart, atol=0.0, equal_nan=True):
         return None
     whose = "baseline" if arm.recipe is None else f"candidate {arm.recipe.name}"
     return (
-        f"a kept training of the {whose} under seed {found.seed} was not used: its first losses do not come out again, "
-        "so something changed that no key knows of (say it in the task's describe())"
+        f"a kept training of the {whose} under seed {found.seed} was not used: its first losses and gradients do not "
+        "come out again, so something changed that no key knows of (say it in the task's describe())"
     )
 
 
 def repeated_steps(arm: Arm, seed: int) -> NDArray[np.float64]:
-    """Return the losses of the first steps of ``arm`` under ``seed`` that :func:`stale` takes."""
+    """Return of the first steps of ``arm`` under ``seed`` what :func:`stale` takes."""
     return arm.begin(seed, _REPEATED)
 
 
@@ -281,9 +283,9 @@ def _task_files(task: str | None) -> list[Path]:
     That is what the names of a module stand for, and so on, and the rest of these modules' packages as far as it is
     loaded. What is installed is known by its version.
     """
-    top = None if task is None else sys.modules.get(task.partition(":")[0].partition(".")[0])
-    if top is None or not getattr(top, "__file__", None):
+    if task is None:
         return []
+    begin = task.partition(":")[0]
     installed = {Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
     own = {path.resolve() for path in _own_files()}
 
@@ -298,7 +300,7 @@ def _task_files(task: str | None) -> list[Path]:
     # Not the program itself, which differs between a command and its workers.
     loaded = {name: path for name, module in list(sys.modules.items()) if (path := source(module)) is not None}
     loaded = {name: path for name, path in loaded.items() if name not in ("__main__", "__mp_main__")}
-    reached, todo = set[str](), [name for name in loaded if sys.modules[name] is top]
+    reached, todo = set[str](), [begin, begin.partition(".")[0]]
     while todo:
         name = todo.pop()
         if name not in loaded or name in reached:
@@ -308,9 +310,31 @@ def _task_files(task: str | None) -> list[Path]:
             # Whatever a user's object does when it is asked.
             with contextlib.suppress(Exception):
                 todo.append(value.__name__ if isinstance(value, ModuleType) else value.__module__)
+        todo.extend(_imports(loaded[name], name))
     packages = {name.partition(".")[0] for name in reached}
-    root = Path(str(top.__file__)).resolve().parent
-    return list({path for name, path in loaded.items() if name.partition(".")[0] in packages or root in path.parents})
+    roots = {loaded[name].parent for name in (begin, begin.partition(".")[0]) if name in loaded}
+    return list({
+        path
+        for name, path in loaded.items()
+        if name.partition(".")[0] in packages or roots.intersection(path.parents)
+    })  # fmt: skip
+
+
+def _imports(path: Path, name: str) -> Iterator[str]:
+    """Yield the names that the module ``name`` imports anywhere: of constants no value says where it is from."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parents = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+            kept = parents[: len(parents) - node.level + 1] if node.level else []
+            base = ".".join([*kept, *([node.module] if node.module else [])])
+            yield base
+            yield from (f"{base}.{alias.name}" for alias in node.names)
 
 
 def _source_hash(paths: list[Path]) -> str:

@@ -31,7 +31,7 @@ from .model_state import copy_state, gradient_norm, hyperparameters
 from .predictions import Predicted, predict
 from .rows import rows_for
 from .stability import NOT_OBSERVED, Observed
-from .task import Task, make_optimizer
+from .task import Task, holds_some, make_optimizer
 from .tensor_watch import TensorWatch
 
 if TYPE_CHECKING:
@@ -55,8 +55,9 @@ class Trained:
     #: Hash of the initial weights, before any recipe, and of the first batch: equal for both arms of a seed.
     weights: str
     first_batch: str
-    #: Checksum of all batches that it took.
+    #: Checksums of all batches that it took, and of those that it predicted.
     batches: str
+    held_out: str
     #: [steps] float64 each: training loss and total gradient norm.
     losses: NDArray[np.float64]
     gradient_norms: NDArray[np.float64]
@@ -148,6 +149,7 @@ class Arm:
             weights=weights,
             first_batch=fit.first_batch,
             batches=fit.batches,
+            held_out=predicted.seen,
             losses=fit.losses,
             gradient_norms=fit.norms,
             logits=predicted.logits,
@@ -170,12 +172,17 @@ class Arm:
         return self._fit(seed, watch, tensor_watch).losses, tensor_watch.result()
 
     def begin(self, seed: int, steps: int) -> NDArray[np.float64]:
-        """Train at most ``steps`` first steps under ``seed``, and predict nothing; return their losses."""
+        """Train at most ``steps`` first steps under ``seed``, and predict nothing.
+
+        Returns:
+            [2, steps]: losses and gradient norms.
+        """
         asked = self.steps
         self.steps = steps if asked is None else min(asked, steps)
         try:
             self.start(seed)
-            return self._fit(seed, lambda *_: None, TensorWatch(None, False, "only its first steps are run")).losses
+            fit = self._fit(seed, lambda *_: None, TensorWatch(None, False, "only its first steps are run"))
+            return np.stack([fit.losses, fit.norms])
         finally:
             self.steps = asked
 
@@ -271,6 +278,9 @@ class Arm:
         model = self._model
         model.train()
         optimizer, arithmetic = self._optimizer(), self.arithmetic
+        # It may hold copies of them. What it holds nothing of and does not move, it does not train.
+        strange = not holds_some(optimizer, model)
+        before = fingerprint(model.parameters()) if strange else ""
         batches, total = self.batches(seed)
         fetched: list[NDArray[np.float64]] = []
         waiting: list[Tensor] = []
@@ -305,6 +315,11 @@ class Arm:
             waiting.append(self._noted(loss.detach().reshape(()), model))
             tensor_watch.gradients(step, model)
             optimizer.step()
+            if step == 1 and strange and fingerprint(model.parameters()) == before:
+                raise NarrowgateError(
+                    "optimizer() returned one that holds none of the model's parameters, and its first step moved none; "
+                    "expected one of the parameters of the model that it was given"
+                )
             self._after_step()
             if step % fetch_every == 0 or step == 1:
                 fetched.append(self._fetched(waiting))

@@ -173,7 +173,12 @@ def test_an_optimizer_of_another_model_is_refused(room: Path, narrowgate) -> Non
         "gate", "all-fp8.yaml", "--task", "ranker:elsewhere", "--seeds", "1", "--steps", "2", "-q"
     )
     assert code == 2
-    assert "optimizer() returned one that holds none of the model's 4 parameters" in err
+    assert "optimizer() returned one that holds none of the model's parameters, and its first step moved none" in err
+
+
+def test_an_optimizer_of_copies_that_it_writes_back_is_one(room: Path, narrowgate) -> None:
+    code, _, err = narrowgate("gate", "all-fp8.yaml", "--task", "ranker:mastered", "--seeds", "1", "--steps", "2", "-q")
+    assert (code, err) == (3, "")
 
 
 def _group_lives(group: int) -> bool:

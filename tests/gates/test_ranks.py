@@ -175,8 +175,9 @@ def _operand(elements: int, saturated: float, step: int, sqnr: float) -> Operand
 @pytest.fixture
 def trained() -> Trained:
     return Trained(
-        seed=3, weights="w", first_batch="b0", batches="a0", losses=np.ones(2), gradient_norms=np.ones(2), logits=None,
-        labels=None, row_weights=None, groups=None, slices={}, peak_memory=10, seconds=1.0, first_step_seconds=0.5,
+        seed=3, weights="w", first_batch="b0", batches="a0", held_out="h", losses=np.ones(2), gradient_norms=np.ones(2),
+        logits=None, labels=None, row_weights=None, groups=None, slices={}, peak_memory=10, seconds=1.0,
+        first_step_seconds=0.5,
         observed=Observed(2, (_operand(10, 0.1, 1, 30.0),), None, ("p", "q")),
     )  # fmt: skip
 

@@ -165,19 +165,19 @@ def test_whatever_a_training_follows_from_is_part_of_its_key(room: Path, source:
     assert store_of(source, room / "kept") == store
 
 
-@pytest.mark.parametrize("setting", ["dropout", "loss scale", "data of the third batch"])
+@pytest.mark.parametrize("setting", ["dropout", "loss scale", "third loss"])
 def test_what_a_task_reads_from_a_file_is_found_out_by_its_first_losses(room: Path, measure, setting: str) -> None:
     path = room / "ranker.py"
     text = path.read_text().replace("nn.Dropout(0.1)", "nn.Dropout(SETTINGS['dropout'])")
     text = text.replace(
         "return loss if self.fault is None",
         "loss = loss * SETTINGS['loss scale']\n        if step == 3:\n"
-        "            loss = loss * SETTINGS['data of the third batch']\n        return loss if self.fault is None",
+        "            loss = loss * SETTINGS['third loss']\n        return loss if self.fault is None",
     )
     path.write_text(
         text.replace("class Ranker", "import json\nSETTINGS = json.load(open('settings.json'))\n\n\nclass Ranker", 1)
     )
-    settings = {"dropout": 0.1, "loss scale": 1.0, "data of the third batch": 1.0}
+    settings = {"dropout": 0.1, "loss scale": 1.0, "third loss": 1.0}
     (room / "settings.json").write_text(json.dumps(settings))
     store = room / "reports" / ".seeds"
     assert measure(seeds=2, steps=5, store=store).reuse.baseline == 0
@@ -204,11 +204,32 @@ def test_a_later_batch_that_changed_ends_the_run_with_what_helps(room: Path, mea
         changed.setenv("LABEL", "1")
         measure(seeds=2, steps=5, store=store)
     resume.settle(store)
-    with pytest.raises(train.RunError, match=r"yielded other batches .* earlier run into this folder .*--fresh"):
-        measure(seeds=2, steps=5, store=store)
+    # Each time: what the failed run kept makes it no better.
+    for _ in range(2):
+        with pytest.raises(train.RunError, match=r"yielded other batches .* earlier run into this folder .*--fresh"):
+            measure(seeds=2, steps=5, store=store)
 
 
-@pytest.mark.parametrize("place", ["elsewhere/towers/ranking.py", "elsewhere/towers/parts.py"])
+def test_held_out_batches_that_changed_end_the_run_with_what_helps(room: Path, measure) -> None:
+    path = room / "ranker.py"
+    path.write_text(path.read_text().replace('            {"x": x[1200:],', (
+        '            {"x": x[1200:1600], "y": y[1200:1600], "user": 300 + torch.arange(400) // 4},\n'
+        '            {"x": x[1600:] * float(os.environ.get("SCALE", "1")), "y": y[1600:],\n'
+        '             "user": 400 + torch.arange(400) // 4},\n'
+        '        ]\n        [\n            {"x": x[1200:],'
+    )))  # fmt: skip
+    store = room / "reports" / ".seeds"
+    measure(seeds=2, steps=5, store=store)
+    resume.settle(store)
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setenv("SCALE", "2")
+        with pytest.raises(train.RunError, match=r"eval_batches\(\) yielded other rows .*--fresh"):
+            measure(seeds=2, steps=5, store=store)
+
+
+@pytest.mark.parametrize(
+    "place", ["elsewhere/towers/ranking.py", "elsewhere/towers/parts.py", "elsewhere/rates.py", "elsewhere/late.py"]
+)
 def test_the_source_of_what_a_task_has_from_elsewhere_is_part_of_its_key(
     room: Path, source: TaskSource, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
@@ -217,8 +238,12 @@ def test_the_source_of_what_a_task_has_from_elsewhere_is_part_of_its_key(
     (room / "elsewhere" / "towers" / "__init__.py").write_text("")
     (room / "elsewhere" / "towers" / "parts.py").write_text("SCALE = 1\n")
     (room / "elsewhere" / "towers" / "ranking.py").write_text("import towers.parts\n\n\ndef scale():\n    return 1\n")
+    (room / "elsewhere" / "rates.py").write_text("RATE = 1\n")
+    (room / "elsewhere" / "late.py").write_text("LATE = 1\n")
     (room / "task").mkdir()
-    (room / "task" / "own.py").write_text("from ranker import good\nfrom towers.ranking import scale\n")
+    lines = ["from ranker import good", "from rates import RATE", "from towers.ranking import scale"]
+    lines += ["def later():", "    import late", "later()"]
+    (room / "task" / "own.py").write_text("\n".join(lines) + "\n")
     monkeypatch.syspath_prepend(str(room / "task"))
     source = replace(source, task="own:good")
     try:
@@ -227,7 +252,7 @@ def test_the_source_of_what_a_task_has_from_elsewhere_is_part_of_its_key(
         (room / place).write_text((room / place).read_text() + "# changed\n")
         assert store_of(source, room / "kept") != before
     finally:
-        for name in ("own", "towers", "towers.parts", "towers.ranking"):
+        for name in ("own", "rates", "late", "towers", "towers.parts", "towers.ranking"):
             sys.modules.pop(name, None)
 
 
