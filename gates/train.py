@@ -317,8 +317,8 @@ class Arm:
             optimizer.step()
             if step == 1 and strange and fingerprint(model.parameters()) == before:
                 raise NarrowgateError(
-                    "optimizer() returned one that holds none of the model's parameters, and its first step moved none; "
-                    "expected one of the parameters of the model that it was given"
+                    "optimizer() returned one that holds none of the model's parameters, and its first step moved "
+                    "none, expected one of the parameters of the model that it was given"
                 )
             self._after_step()
             if step % fetch_every == 0 or step == 1:
