@@ -45,7 +45,7 @@ BAD_INPUT = [
     (["gate", "--from", "broken.json"], "broken.json:1:2: not JSON"),
     (["gate", "--from", "older.json"], "schema_version: found 0, this version of narrowgate reads 1"),
     (["gate", "--from", "other.json"], "found no schema_version"),
-    (["gate", "--from", "partial.json"], "partial.json: verdict: Field required"),
+    (["gate", "--from", "partial.json"], "partial.json: verdict: the field is missing"),
     (["plan", "absent"], "absent"),
     (["plan", "bf16", "--device", "h300"], "unknown device 'h300'"),
     (["plan", "bf16", "--model", "gem-huge"], "gem-huge"),
