@@ -33,7 +33,7 @@ from .model_state import RunError, plain_name
 from .predictions import Predicted, joined, predict_parts
 from .rank_data import RankTask, in_order
 from .ranks import Ranks
-from .resume import SeedStore, repeated_steps, stale
+from .resume import SeedStore, stale
 from .rows import rows_for
 from .seeds import Job
 from .sharded import shard
@@ -285,7 +285,7 @@ class RankJob(Job):
         found, note = ranks.from_first(lambda: store.find(arm, seed))
         if found is not None:
             # All ranks have the losses of all, and so agree.
-            note = stale(found, repeated_steps(arm, seed), arm)
+            note = stale(found, arm)
             if note is None:
                 watch(len(found.losses), len(found.losses), float(found.losses[-1]))
                 return found

@@ -35,7 +35,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from ..precision.observer import OperandNumerics
 from . import task as tasks
@@ -85,7 +84,7 @@ class SeedStore:
         """Return the kept training of ``arm`` under ``seed``, or train and keep it."""
         found, note = self.find(arm, seed)
         if found is not None:
-            note = stale(found, repeated_steps(arm, seed), arm)
+            note = stale(found, arm)
             if note is None:
                 watch(len(found.losses), len(found.losses), float(found.losses[-1]))
                 return found
@@ -131,14 +130,9 @@ class SeedStore:
         return self.folder / f"{kind}-{seed}-{key[:16]}.npz", key
 
 
-def stale(found: Trained, begun: NDArray[np.float64], arm: Arm) -> str | None:
-    """Return why a kept training is none of today's, None where it is.
-
-    Args:
-        found: the kept training.
-        begun: losses and gradient norms of today's first steps; see :meth:`~narrowgate.gates.train.Arm.begin`.
-        arm: the arm.
-    """
+def stale(found: Trained, arm: Arm) -> str | None:
+    """Run the first steps of a kept training of ``arm`` again; return why it is none of today's, None where it is."""
+    begun = arm.begin(found.seed, _REPEATED)
     kept = np.stack([found.losses, found.gradient_norms])[:, : begun.shape[1]]
     apart = _SAME.get(arm.device.type, _NEAR)
     if kept.shape == begun.shape and np.allclose(kept, begun, rtol=apart, atol=0.0, equal_nan=True):
@@ -148,11 +142,6 @@ def stale(found: Trained, begun: NDArray[np.float64], arm: Arm) -> str | None:
         f"a kept training of the {whose} under seed {found.seed} was not used: its first losses and gradients do not "
         "come out again, so something changed that no key knows of (say it in the task's describe())"
     )
-
-
-def repeated_steps(arm: Arm, seed: int) -> NDArray[np.float64]:
-    """Return of the first steps of ``arm`` under ``seed`` what :func:`stale` takes."""
-    return arm.begin(seed, _REPEATED)
 
 
 def open_store(folder: Path, source: TaskSource, task: Task, weights: str) -> SeedStore:
