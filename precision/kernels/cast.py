@@ -23,26 +23,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .cast_operands import ABSENT, BLOCK, TENSOR, columns_operand, rows_operand
 from .partials import NO_LIMIT, bound_of, of_rows, over_all, with_sums
-from .rounding import (
-    GIVEN_BITS,
-    NEAREST,
-    PHILOX,
-    clip_amax,
-    clip_to,
-    magnitude_bits,
-    multiplier_of,
-    rounded_to,
-    scale_of,
-    sums_of_squares,
-    tile_bits,
-    tile_words,
-)
-from .stochastic_codes import store_codes, store_turned
-from .tiles import inside_of, rows_of, turned
-
-#: What one scale of an operand reaches: nothing (the operand is not asked for), all, a row of the operand, or a block.
-ABSENT, TENSOR, ROW, BLOCK, SQUARE = (tl.constexpr(i) for i in range(5))
+from .rounding import clip_amax, clip_to, magnitude_bits, multiplier_of, scale_of, sums_of_squares
+from .tiles import inside_of, rows_of
 
 
 @triton.jit
@@ -156,7 +140,8 @@ def cast_kernel(
     C_POW2: tl.constexpr, C_CLIP: tl.constexpr, C_RMS: tl.constexpr,
     SAME: tl.constexpr, SUMS: tl.constexpr, HISTORY: tl.constexpr, RECORD: tl.constexpr, OVERFLOW: tl.constexpr,
     STEPWISE: tl.constexpr, APART: tl.constexpr, WORDS: tl.constexpr, PAIRS: tl.constexpr,
-    ALIGNED: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, LOOP: tl.constexpr,
+    ALONE: tl.constexpr, ALIGNED: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    LOOP: tl.constexpr,
 ):  # fmt: skip
     """Quantize [M, N * PIECES] values: the operand contracted over columns (``r_``), over rows (``c_``), or both.
 
@@ -166,9 +151,13 @@ def cast_kernel(
     enters the amax into ``pending``. With SUMS, that many rows at a time, each program leaves sums of the columns that
     it saw in a row of ``sums``; of more than two results side by side, each tile does. Codes rounded
     stochastically are stored by fours where WORDS says that columns, and turned ones by twos where PAIRS says that rows
-    allow it.
+    allow it. With ALONE each result side by side has programs of its own, next to each other: they read the same leaves,
+    the second time from L2, and half the registers let twice as many of them share a multiprocessor.
     """
     pid_m, pid_n = tl.program_id(0), tl.program_id(1)
+    if ALONE:
+        own_piece = pid_m % PIECES
+        pid_m = pid_m // PIECES
     n = pid_n * BN + tl.arange(0, BN)
     inside_n = inside_of(n, N, EVEN)
     known = ALONG(leaves, n, inside_n)
@@ -204,76 +193,39 @@ def cast_kernel(
         m = tile_m.to(tl.int64) * BM + rows_of(BM, TURNED)
         inside_m = inside_of(m, M, EVEN)
         inside = inside_m[:, None] & inside_n[None, :]
-        values = TILE(leaves, strides, m, n, inside_m, inside_n, ALIGNED, known)
+        if not ALONE:
+            values = TILE(leaves, strides, m, n, inside_m, inside_n, ALIGNED, known)
         for p in tl.static_range(PIECES):
-            v = tl.where(inside, values[p], 0.0)
-            if SUMS:
-                added, added_too = with_sums(added, added_too, v, sums, tile_m, n, N, inside_n, p, PIECES, SUMS, BM, BN)
-            first = p * N + pid_n * BN
-            column = p * N + n
-            turned_m = tile_m.to(tl.int64) * BM + tl.arange(0, BM)
-            at = column.to(tl.int64)[:, None] * M + turned_m[None, :]
-            inside_turned = inside_n[:, None] & inside_of(turned_m, M, EVEN)[None, :]
-            if R != ABSENT:
-                x = clip_to(v, r_bound, HISTORY or R >= BLOCK) if R_CLIP != NO_LIMIT else v
-                if HISTORY:
-                    own = _larger(own, _of_eight(x, BM, BN))
-                if R == TENSOR:
-                    multiplier = tl.full([BM, 1], multiplier_of(r_tensor), tl.float32)
-                elif R == ROW:
-                    multiplier = multiplier_of(tl.load(r_scale + m, mask=inside_m, other=1.0))[:, None]
-                elif R == BLOCK:
-                    rows = scale_of(tl.max(magnitude_bits(x), 1), R_MAX, R_POW2)
-                    # [blocks, M]: how the matrix units read it.
-                    tl.store(r_scale + (first // 128).to(tl.int64) * M + m, rows, mask=inside_m)
-                    multiplier = multiplier_of(rows)[:, None]
-                else:
-                    block = scale_of(tl.max(magnitude_bits(x)), R_MAX, R_POW2)
-                    tl.store(r_scale + tile_m * tl.cdiv(width, 128) + first // 128, block, mask=tile_m * BM < M)
-                    multiplier = tl.full([BM, 1], multiplier_of(block), tl.float32)
-                scaled = x * multiplier
-                random = _random(r_key, r_bits, m, first, column, width, inside, R_SR, STEPWISE, BM, BN)
-                if R_SR != NEAREST and not STEPWISE:
-                    store_codes(
-                        r_codes, scaled, random, m, pid_n, p, M, N, PIECES, R_MANTISSA, HISTORY, WORDS, EVEN, BM, BN
+            if ALONE:
+                wanted = own_piece == p
+            else:
+                wanted = True
+            if wanted:
+                if ALONE:
+                    values = TILE(leaves, strides, m, n, inside_m, inside_n, ALIGNED, known)
+                v = tl.where(inside, values[p], 0.0)
+                if SUMS:
+                    added, added_too = with_sums(
+                        added, added_too, v, sums, tile_m, n, N, inside_n, p, PIECES, SUMS, BM, BN
                     )
-                    if SAME:
-                        store_turned(
-                            c_codes, scaled, random, tile_m, pid_n, p, M, N, R_MANTISSA, HISTORY, PAIRS, EVEN, BM, BN
-                        )
-                else:
-                    rounded = rounded_to(scaled, random, R_MAX, R_MANTISSA, R_BIAS, R_SR, STEPWISE)
-                    codes = rounded.to(r_codes.dtype.element_ty)
-                    tl.store(r_codes + m[:, None] * width + column[None, :], codes, mask=inside)
-                    if SAME:
-                        tl.store(c_codes + at, turned(rounded, c_codes.dtype.element_ty, BM, BN), mask=inside_turned)
-            if C != ABSENT:
-                if APART and R != ABSENT:
-                    v = _apart(v)
-                x = clip_to(v, c_bound, HISTORY or C >= BLOCK) if C_CLIP != NO_LIMIT else v
-                if HISTORY:
-                    own = _larger(own, _of_eight(x, BM, BN))
-                if C == TENSOR:
-                    multiplier = tl.full([1, BN], multiplier_of(c_tensor), tl.float32)
-                elif C == ROW:
-                    multiplier = multiplier_of(tl.load(c_scale + column, mask=inside_n, other=1.0))[None, :]
-                elif C == BLOCK:
-                    columns = scale_of(tl.max(magnitude_bits(x), 0), C_MAX, C_POW2)
-                    tl.store(c_scale + tile_m.to(tl.int64) * width + column, columns, mask=inside_n & (tile_m * BM < M))
-                    multiplier = multiplier_of(columns)[None, :]
-                else:
-                    block = scale_of(tl.max(magnitude_bits(x)), C_MAX, C_POW2)
-                    tl.store(c_scale + tile_m * tl.cdiv(width, 128) + first // 128, block, mask=tile_m * BM < M)
-                    multiplier = tl.full([1, BN], multiplier_of(block), tl.float32)
-                scaled = x * multiplier
-                random = _random(c_key, c_bits, m, first, column, width, inside, C_SR, STEPWISE, BM, BN)
-                if C_SR != NEAREST and not STEPWISE:
-                    store_turned(
-                        c_codes, scaled, random, tile_m, pid_n, p, M, N, C_MANTISSA, HISTORY, PAIRS, EVEN, BM, BN
-                    )
-                else:
-                    rounded = rounded_to(scaled, random, C_MAX, C_MANTISSA, C_BIAS, C_SR, STEPWISE)
-                    tl.store(c_codes + at, turned(rounded, c_codes.dtype.element_ty, BM, BN), mask=inside_turned)
+                if R != ABSENT:
+                    x = clip_to(v, r_bound, HISTORY or R >= BLOCK) if R_CLIP != NO_LIMIT else v
+                    if HISTORY:
+                        own = _larger(own, _of_eight(x, BM, BN))
+                    rows_operand(
+                        x, r_codes, r_scale, r_key, r_bits, r_tensor, c_codes, m, tile_m, pid_n, p, M, N, PIECES, R, R_SR,
+                        R_MAX, R_MANTISSA, R_BIAS, R_POW2, SAME, HISTORY, STEPWISE, WORDS, PAIRS, EVEN, BM, BN,
+                    )  # fmt: skip
+                if C != ABSENT:
+                    if APART and R != ABSENT:
+                        v = _apart(v)
+                    x = clip_to(v, c_bound, HISTORY or C >= BLOCK) if C_CLIP != NO_LIMIT else v
+                    if HISTORY:
+                        own = _larger(own, _of_eight(x, BM, BN))
+                    columns_operand(
+                        x, c_codes, c_scale, c_key, c_bits, c_tensor, m, tile_m, pid_n, p, M, N, PIECES, C, C_SR, C_MAX,
+                        C_MANTISSA, C_BIAS, C_POW2, HISTORY, STEPWISE, PAIRS, EVEN, BM, BN,
+                    )  # fmt: skip
 
     if SUMS and PIECES <= 2:
         tl.store(sums + pid_m.to(tl.int64) * width + n, tl.sum(added, 0), mask=inside_n)
@@ -329,28 +281,6 @@ def _tensor_scale(bits, known, bound, LARGEST: tl.constexpr, POW2: tl.constexpr,
         # What a history holds was clipped when it was recorded.
         bits = tl.where(known > 0, bits, clip_amax(bits, bound))
     return scale_of(bits, LARGEST, POW2)
-
-
-@triton.jit
-def _random(
-    key, bits, m, first, column, width, inside, MODE: tl.constexpr, STEPWISE: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr,
-):  # fmt: skip
-    """Random bits of a tile: 16 an element where it is rounded step by step, else words of two elements'."""
-    if MODE == PHILOX:
-        if STEPWISE:
-            return tile_bits(tl.load(key), m, first, width, BM, BN)
-        else:  # noqa: RET505 - a branch not taken must not be compiled, so one return a branch
-            return tile_words(tl.load(key), m, first, width, BM, BN)
-    elif MODE == GIVEN_BITS:
-        given = tl.load(bits + m[:, None] * width + column[None, :], mask=inside, other=0).to(tl.int32) & 0xFFFF
-        if STEPWISE:
-            return given
-        else:  # noqa: RET505 - a branch not taken must not be compiled, so one return a branch
-            even, odd = tl.split(tl.reshape(given, [BM, BN // 2, 2]))
-            return even | (odd << 16)
-    else:
-        return tl.zeros([1, 1], tl.int32)
 
 
 @triton.jit

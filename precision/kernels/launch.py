@@ -22,6 +22,7 @@ from ..cast_operators import granularity_code, matrix, overflow
 from ..stochastic import random_bits
 from . import tuning
 from .cast import amax_kernel, cast_kernel
+from .cast_apart import cast_apart_kernel
 from .compiled import Launch, most_registers, scale_launch, sums_launch
 from .device import current_for
 from .leaves import LeafLayout
@@ -133,8 +134,11 @@ class _Cast:
         bm, bn, loop, warps = self._tile(self.tiles.get("cast", usual), _CAST_PROGRAMS)
         even = self.count % (bm * loop) == 0 and self.width % bn == 0
         self.modes = [self._random_mode(operand) for operand in operands]
-        self.questions.append((self._question("cast", leaves, history, recording), usual))
+        by_operand = self._by_operand(operands, history)
+        if not by_operand:
+            self.questions.append((self._question("cast", leaves, history, recording), usual))
         stochastic = any(mode != _NEAREST for mode in self.modes)
+        alone = blocked and self.program.pieces > 1 and not self.summed and history is None and not squares
         constants = dict(common)
         for prefix, operand, mode in zip("RC", operands, self.modes, strict=True):
             spec = None if operand is None else operand.spec
@@ -153,15 +157,18 @@ class _Cast:
             "SAME": self.same, "SUMS": partial_rows(bm, bn, warps) if self.summed and not summed_first else 0,
             "HISTORY": padded, "RECORD": recording, "OVERFLOW": overflow(specs[0]), "STEPWISE": _INTERPRETED,
             "APART": self._apart(leaves), "WORDS": stochastic and self.width % 4 == 0,
-            "PAIRS": stochastic and self.count % 2 == 0, "ALIGNED": self.layout.aligned, "EVEN": even, "BM": bm,
-            "BN": bn, "LOOP": loop,
+            "PAIRS": stochastic and self.count % 2 == 0, "ALONE": alone, "ALIGNED": self.layout.aligned,
+            "EVEN": even, "BM": bm, "BN": bn, "LOOP": loop,
         }  # fmt: skip
-        grid = (triton.cdiv(self.count, bm * loop), triton.cdiv(self.width, bn))
-        registers = None
-        if _PHILOX in self.modes and self.program.pieces == 1:
+        grid = (triton.cdiv(self.count, bm * loop) * (self.program.pieces if alone else 1), triton.cdiv(self.width, bn))
+        registers, kernel = None, cast_kernel
+        if by_operand:
+            kernel, warps = cast_apart_kernel, 4
+            grid = (triton.cdiv(self.count, 128) * 8, triton.cdiv(self.width, 128))
+        elif _PHILOX in self.modes and (self.program.pieces == 1 or alone):
             found = history is None and not squares and set(granularities) <= {"tensor", None}
             registers = most_registers(warps, blocked=blocked and not self.summed, tensor=found)
-        self.cast = Launch(cast_kernel, grid, warps, constants, registers)
+        self.cast = Launch(kernel, grid, warps, constants, registers)
         if not summed_first:
             sum_parts = grid[0] * (1 if self.program.pieces <= SUMMED_PIECES else loop)
         if self.amax is None:
@@ -217,6 +224,11 @@ class _Cast:
         bm, bn, most, warps = tile
         tiles = triton.cdiv(self.count, bm) * triton.cdiv(self.width, bn)
         return bm, bn, max(1, min(most, tiles // programs)), warps
+
+    def _by_operand(self, operands: Sequence[Operand | None], history: int | None) -> bool:
+        """Whether each operand has programs of its own: 1x128 both ways, of values that need not be computed."""
+        plain = not self.program.instructions and self.program.pieces == 1 and not self.summed and history is None
+        return plain and all(o is not None and o.spec.granularity == "1x128" and o.clip[0] == NO_LIMIT for o in operands)
 
     def _apart(self, leaves: Sequence[Tensor]) -> bool:
         if _INTERPRETED:

@@ -291,6 +291,30 @@ def test_results_of_any_width_lie_side_by_side(width, rows):
         assert torch.equal(own.contiguous().view(torch.uint8), expected.data.contiguous().view(torch.uint8))
 
 
+@pytest.mark.parametrize("shape", [(70, 128), (256, 256), (131, 384)], ids=str)
+@pytest.mark.parametrize("modifier", ["", "+sr", "+clip(rms=1)+pow2"])
+@pytest.mark.parametrize(("rows", "columns"), [("1x128", "1x128"), ("128x128", "="), ("1x128", "row"), ("128x128", "")])
+def test_results_in_blocks_lie_side_by_side(rows, columns, modifier, shape):
+    leaves = [values(shape, seed=seed) for seed in range(3)]
+    program = "mn,mn,mn;mul 0 1;maximum 2 #0.0|3,4"
+    x = torch.cat([leaves[0].float() * leaves[1].float(), leaves[2].float().clamp_min(0.0)], -1)
+    rows, columns = (f"fp8_e4m3/{text}{modifier}" if text not in ("", "=") else text for text in (rows, columns))
+    keys = [key(number) if modifier == "+sr" and text not in ("", "=") else None for number, text in ((3, rows), (4, columns))]
+    found = torch.ops.narrowgate.cast_fp8(leaves, program, rows, columns, keys[0], None, None, keys[1], None, None)
+    scale = found[1].t() if "/1x128" in rows else found[1]
+    compare_codes((found[0], scale), quantize(x, rows, dim=1, seed=keys[0]))
+    if columns == "=":
+        assert torch.equal(found[2].t().view(torch.uint8), found[0].view(torch.uint8))
+    elif columns:
+        compare_codes((found[2].t(), found[3]), quantize(x, columns, dim=0, seed=keys[1]))
+
+
+def compare_codes(found, expected):
+    codes, scale = found
+    assert torch.equal(scale.reshape(-1), expected.scale.contiguous().reshape(-1))
+    assert torch.equal(codes.contiguous().view(torch.uint8), expected.data.contiguous().view(torch.uint8))
+
+
 @pytest.mark.parametrize("shape", [(200, 136), (256, 256)], ids=str)
 @pytest.mark.parametrize("rows", ["fp8_e4m3", "fp8_e4m3/row", "fp8_e4m3/128x128+clip(rms=1)"])
 def test_leaves_that_rows_or_columns_share_scale_every_tile(shape, rows, monkeypatch):
