@@ -31,12 +31,12 @@ def _launcher() -> Any:
 
 def _turned(codes: Tensor) -> Tensor:
     if codes.shape[0] % _TOGETHER:
-        return codes.t().contiguous()
+        return codes.t().clone(memory_format=torch.contiguous_format)
     return _launcher()(codes.contiguous().view(torch.uint8)).view(codes.dtype)
 
 
 def _turned_on_cpu(codes: Tensor) -> Tensor:
-    return _turned(codes) if kernels_on_cpu() else codes.t().contiguous()
+    return _turned(codes) if kernels_on_cpu() else codes.t().clone(memory_format=torch.contiguous_format)
 
 
 def _turned_fake(codes: Tensor) -> Tensor:
