@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from .errors import NarrowgateError, NotBuiltError
-from .reduction_codec import Piece, encode, pieces_of, sum_decoded
+from .reduction_codec import Piece, encode, pieces_of, sum_decoded, sum_into
 from .spec import Spec
 from .stochastic import call_key, stream_key
 from .surroundings import WRAPPER_PARTS
@@ -275,11 +275,11 @@ class LowPrecisionReduceScatter:
         lines = encode(buffer, pieces, spec, lambda piece: self._seed(piece, buffer.device))
         received = torch.empty_like(lines)
         torch.distributed.all_to_all_single(received, lines, group=group)
-        exact = None if self.squares is None else _exact(buffer, group)
-        for piece, total in sum_decoded(received, pieces, spec, dtype, rank):
-            if exact is not None:
+        sum_into(output_tensor, received, pieces, spec, rank, _end(op, ranks))
+        if self.squares is not None:
+            exact = _exact(buffer, group)
+            for piece, total in sum_decoded(received, pieces, spec, dtype, rank):
                 self._measure(piece, total, exact[piece.start : piece.stop])
-            output_tensor[piece.start : piece.stop] = _divided(total, op, ranks)
 
     def _present(self, ranks: int, numel: int) -> tuple[Piece, ...]:
         """The layout of a reduction of all trainable parameters, which must be ``numel`` elements a rank."""
@@ -312,17 +312,17 @@ class LowPrecisionReduceScatter:
         self.squares[piece.name] = found if known is None else known + found
 
 
-def _divided(total: Tensor, op: Any, ranks: int) -> Tensor:
-    """Apply what FSDP2's operation does beside summing: to the FP32 sum, before its only rounding."""
+def _end(op: Any, ranks: int) -> tuple[str, float]:
+    """What FSDP2's operation does beside summing: to the FP32 sum, before its only rounding."""
     from torch.distributed import ReduceOp
 
     if op == ReduceOp.SUM:
-        return total
+        return "", 1.0
     if op == ReduceOp.AVG:
-        return total / ranks
+        return "divide", float(ranks)
     assert op == ReduceOp.PREMUL_SUM, op
     # What pickling keeps of it is the one place where the factor can be read.
-    return total * op.__getstate__()[1]
+    return "multiply", float(op.__getstate__()[1])
 
 
 def _exact(buffer: Tensor, group: Any) -> Tensor:

@@ -13,10 +13,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from .cast_operators import launches_on
 from .casting import Request, quantize_both
 from .quantization import QuantizedTensor
 from .rounding import decode, torch_dtype
@@ -112,7 +115,7 @@ def encode(buffer: Tensor, pieces: Sequence[Piece], spec: Spec, seed: Callable[[
 def sum_decoded(
     lines: Tensor, pieces: Sequence[Piece], spec: Spec, dtype: torch.dtype, rank: int
 ) -> Iterator[tuple[Piece, Tensor]]:
-    """Sum what all ranks sent to this one: (parameter, its rows' FP32 sums, flat), added in a fixed order.
+    """Sum what all ranks sent to this one: (parameter, its rows' FP32 sums, flat), added in the order of ranks.
 
     Args:
         lines: uint8 [ranks, L], a line of :func:`encode` from each rank.
@@ -121,6 +124,52 @@ def sum_decoded(
         dtype: the reduction's.
         rank: which rank's rows these are.
     """
+    for part in _arrived(lines, pieces, spec, dtype):
+        yield part.piece, _summed(part, spec, rank)
+
+
+def sum_into(
+    out: Tensor, lines: Tensor, pieces: Sequence[Piece], spec: Spec, rank: int, end: tuple[str, float]
+) -> None:
+    """Write the sums of :func:`sum_decoded`, ended as :func:`ended` says, to ``out``: on a GPU in one pass over codes.
+
+    Args:
+        out: [S], as FSDP2 wants it, in the dtype of the reduction.
+        lines: as for :func:`sum_decoded`, and so on.
+        pieces: see there.
+        spec: see there.
+        rank: see there.
+        end: as for :func:`ended`.
+    """
+    for part in _arrived(lines, pieces, spec, out.dtype):
+        piece, target = part.piece, out[part.piece.start : part.piece.stop]
+        if piece.coded and launches_on(lines):
+            _launcher()(
+                part.values, part.scales, target, columns=piece.columns, block=spec.block,
+                tensor=spec.granularity == "tensor", first=rank * piece.rows, end=end,
+            )  # fmt: skip
+        else:
+            target.copy_(ended(_summed(part, spec, rank), end))
+
+
+def ended(total: Tensor, end: tuple[str, float]) -> Tensor:
+    """Do to FP32 sums what a reduction does beside summing: nothing, or ``divide`` or ``multiply`` by a number."""
+    how, factor = end
+    return total / factor if how == "divide" else total * factor if how == "multiply" else total
+
+
+@dataclass(frozen=True)
+class _Arrived:
+    """A parameter's part of what all ranks sent."""
+
+    piece: Piece
+    #: [ranks, elements]: codes, or values in the dtype of the reduction.
+    values: Tensor
+    #: FP32 [ranks, n], of codes that have some.
+    scales: Tensor | None
+
+
+def _arrived(lines: Tensor, pieces: Sequence[Piece], spec: Spec, dtype: torch.dtype) -> Iterator[_Arrived]:
     scales: dict[Piece, Tensor] = {}
     for part, piece, first, last in _layout(pieces, spec, dtype)[0]:
         if piece is None:
@@ -129,14 +178,30 @@ def sum_decoded(
         if part == "scales":
             scales[piece] = line.view(_FP32)
         elif part == "values":
-            yield piece, line.view(dtype).to(torch.promote_types(dtype, _FP32)).sum(0)
+            yield _Arrived(piece, line.view(dtype), None)
         else:
             stored = torch_dtype(spec.fmt.element)
             assert stored is not None
-            values = decode(line.view(stored), spec.fmt.element)
-            if piece in scales:
-                values = _scaled(values, scales[piece], piece, spec, rank)
-            yield piece, values.flatten(1).sum(0)
+            yield _Arrived(piece, line.view(stored), scales.get(piece))
+
+
+def _summed(part: _Arrived, spec: Spec, rank: int) -> Tensor:
+    if not part.piece.coded:
+        return part.values.to(torch.promote_types(part.values.dtype, _FP32)).sum(0)
+    values = decode(part.values, spec.fmt.element)
+    if part.scales is not None:
+        values = _scaled(values, part.scales, part.piece, spec, rank).flatten(1)
+    total = values[0].clone()
+    for more in values[1:]:
+        total += more
+    return total
+
+
+@cache
+def _launcher() -> Any:
+    from .kernels.sum_codes import launch_sum
+
+    return launch_sum
 
 
 def _layout(

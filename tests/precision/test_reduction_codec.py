@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 from narrowgate.precision import Spec, quantize, reduction_codec
-from narrowgate.precision.reduction_codec import Piece, encode, line_bytes, pieces_of, sum_decoded
+from narrowgate.precision.cast_operators import kernels_on_cpu
+from narrowgate.precision.reduction_codec import Piece, encode, ended, line_bytes, pieces_of, sum_decoded, sum_into
 from torch import Tensor
 
 #: A split block, a vector, fewer rows than ranks, one row, experts, and nothing at all.
@@ -45,8 +46,23 @@ def reduce(gradients: list[list[Tensor]], spec: Spec, dtype: torch.dtype, keys: 
         for piece, total in sum_decoded(arrived, layouts[rank], spec, dtype, rank):
             assert total.dtype == torch.float32
             found[int(piece.name)].append(total)
+        compare_with_one_pass(arrived, layouts[rank], spec, dtype, rank)
     empty = gradients[0][0].new_zeros(0)
     return [torch.cat([empty, *parts])[: math.prod(s)].view(s) for parts, s in zip(found, shapes, strict=True)]
+
+
+def compare_with_one_pass(
+    arrived: Tensor, pieces: tuple[Piece, ...], spec: Spec, dtype: torch.dtype, rank: int
+) -> None:
+    """What FSDP2 gets is these sums, divided or multiplied in FP32 and rounded once: every element, and no other."""
+    if dtype is torch.bfloat16 and kernels_on_cpu():
+        return  # Triton's interpreter makes BF16 by truncation
+    for end in (("", 1.0), ("divide", 3.0), ("multiply", 0.7)):
+        out = torch.full((pieces[-1].stop,), torch.nan, dtype=dtype, device=arrived.device)
+        sum_into(out, arrived, pieces, spec, rank, end)
+        for piece, total in sum_decoded(arrived, pieces, spec, dtype, rank):
+            expected = ended(total, end).to(dtype)
+            assert torch.equal(out[piece.start : piece.stop].nan_to_num(7e4), expected.nan_to_num(7e4)), (piece, end)
 
 
 def normal(ranks: int, shapes: list[tuple[int, ...]], device: str = "cpu") -> list[list[Tensor]]:
