@@ -64,6 +64,8 @@ class _Known:
     amax: Tensor | None = None
     #: Of the plain tensor, which somebody may write to directly.
     version: int = 0
+    #: Codes that a forward's gather made, for the same weight's gather in backward, and at which version.
+    codes: tuple[QuantizedTensor, int] | None = None
 
 
 class ShardedWeight(CodedWeight):
@@ -117,7 +119,7 @@ class ShardedWeight(CodedWeight):
         rows, first = self._place(mesh)
         reaches = reach(self._spec, self._full[0], mesh.size())
         amax = None if reaches is None else self._amax(mesh, first, reaches)
-        quantized = quantize_rows(self._rows.detach(), self._spec, self._full, first, reaches, amax)
+        quantized = self._quantized(first, reaches, amax)
         codes, scale = _padded(_bytes(quantized.data), rows), quantized.scale
         assert scale is not None
         # Of a mesh of one FSDP2 gathers nothing, and hands on the first tensor only.
@@ -173,6 +175,17 @@ class ShardedWeight(CodedWeight):
             )
         return rows, first
 
+    def _quantized(self, first: int, reaches: str | None, amax: Tensor | None) -> QuantizedTensor:
+        """This rank's codes: made in a forward, kept until the backward that gathers them again, then let go of."""
+        backward = torch._C._current_graph_task_id() != -1
+        kept, self._known.codes = self._known.codes, None
+        if backward and kept is not None and kept[1] == self._rows._version:
+            return kept[0]
+        made = quantize_rows(self._rows.detach(), self._spec, self._full, first, reaches, amax)
+        if not backward and torch.is_grad_enabled():
+            self._known.codes = made, self._rows._version
+        return made
+
     def _amax(self, mesh: DeviceMesh, first: int, reaches: str) -> Tensor:
         # Whether it is known is alike on all ranks: every write to a shard comes by __torch_dispatch__, on ranks
         # without rows too. Behind its back, as by loading into a state_dict's tensors, only ranks with rows can tell.
@@ -211,7 +224,7 @@ class ShardedWeight(CodedWeight):
         if func._schema.is_mutable:
             for shard in written(func, args):
                 if isinstance(shard, ShardedWeight):
-                    shard._known.amax = None
+                    shard._known.amax = shard._known.codes = None
         if leader is None:
             return out
         if out is leader._rows:  # in place

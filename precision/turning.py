@@ -1,7 +1,7 @@
 """The operator through which compilers see transposed codes: ``narrowgate::turned_codes(Tensor codes) -> Tensor``.
 
-``codes``: [M, N] of one byte an element, FP8 or ``uint8``. It returns them as contiguous [N, M]: on a GPU by a kernel of
-ours where M is a multiple of four, as matrix units want anyway, elsewhere as PyTorch does.
+``codes``: [M, N] of one byte an element, FP8 or ``uint8``. It returns them as contiguous [N, M]: on a GPU by a kernel
+of ours where M is a multiple of four, as matrix units want anyway, elsewhere as PyTorch does.
 """
 
 from __future__ import annotations

@@ -151,8 +151,8 @@ def cast_kernel(
     enters the amax into ``pending``. With SUMS, that many rows at a time, each program leaves sums of the columns that
     it saw in a row of ``sums``; of more than two results side by side, each tile does. Codes rounded
     stochastically are stored by fours where WORDS says that columns, and turned ones by twos where PAIRS says that rows
-    allow it. With ALONE each result side by side has programs of its own, next to each other: they read the same leaves,
-    the second time from L2, and half the registers let twice as many of them share a multiprocessor.
+    allow it. With ALONE each result side by side has programs of its own, next to each other: they read the same
+    leaves, the second time from L2, and half the registers let twice as many of them share a multiprocessor.
     """
     pid_m, pid_n = tl.program_id(0), tl.program_id(1)
     if ALONE:
@@ -196,11 +196,7 @@ def cast_kernel(
         if not ALONE:
             values = TILE(leaves, strides, m, n, inside_m, inside_n, ALIGNED, known)
         for p in tl.static_range(PIECES):
-            if ALONE:
-                wanted = own_piece == p
-            else:
-                wanted = True
-            if wanted:
+            if not ALONE or own_piece == p:
                 if ALONE:
                     values = TILE(leaves, strides, m, n, inside_m, inside_n, ALIGNED, known)
                 v = tl.where(inside, values[p], 0.0)
@@ -213,8 +209,8 @@ def cast_kernel(
                     if HISTORY:
                         own = _larger(own, _of_eight(x, BM, BN))
                     rows_operand(
-                        x, r_codes, r_scale, r_key, r_bits, r_tensor, c_codes, m, tile_m, pid_n, p, M, N, PIECES, R, R_SR,
-                        R_MAX, R_MANTISSA, R_BIAS, R_POW2, SAME, HISTORY, STEPWISE, WORDS, PAIRS, EVEN, BM, BN,
+                        x, r_codes, r_scale, r_key, r_bits, r_tensor, c_codes, m, tile_m, pid_n, p, M, N, PIECES, R,
+                        R_SR, R_MAX, R_MANTISSA, R_BIAS, R_POW2, SAME, HISTORY, STEPWISE, WORDS, PAIRS, EVEN, BM, BN,
                     )  # fmt: skip
                 if C != ABSENT:
                     if APART and R != ABSENT:

@@ -1,8 +1,8 @@
 """The FP8 cast by blocks of 1x128 both ways, each operand by programs of its own.
 
 A tile of 128 x 128 with both operands leaves a multiprocessor room for two programs, which wait more than they compute.
-Here eight programs take it, four with 32 rows each for the operand contracted over columns and four with 32 columns each
-for the other. They follow one another, so that the values come from memory once, and from L2 the second time.
+Here eight programs take it, four with 32 rows each for the operand contracted over columns and four with 32 columns
+each for the other. They follow one another, so that the values come from memory once, and from L2 the second time.
 """
 
 # Triton comes with CUDA builds of PyTorch only, and its decorator hides what a kernel takes.
@@ -45,8 +45,8 @@ def cast_apart_kernel(
         r_v = TILE(leaves, strides, r_m, r_n, r_inside_m, r_inside_n, ALIGNED)[0]
         r_v = tl.where(r_inside_m[:, None] & r_inside_n[None, :], r_v, 0.0)
         rows_operand(
-            r_v, r_codes, r_scale, r_key, r_bits, 1.0, c_codes, r_m, tile_m, block_n, 0, M, N, 1, R, R_SR, R_MAX, R_MANTISSA,
-            R_BIAS, R_POW2, False, False, STEPWISE, WORDS, PAIRS, EVEN, SUB, 128,
+            r_v, r_codes, r_scale, r_key, r_bits, 1.0, c_codes, r_m, tile_m, block_n, 0, M, N, 1, R, R_SR, R_MAX,
+            R_MANTISSA, R_BIAS, R_POW2, False, False, STEPWISE, WORDS, PAIRS, EVEN, SUB, 128,
         )  # fmt: skip
     else:
         tile_n = block_n * EACH + part - EACH
@@ -56,6 +56,6 @@ def cast_apart_kernel(
         c_v = TILE(leaves, strides, c_m, c_n, c_inside_m, c_inside_n, ALIGNED)[0]
         c_v = tl.where(c_inside_m[:, None] & c_inside_n[None, :], c_v, 0.0)
         columns_operand(
-            c_v, c_codes, c_scale, c_key, c_bits, 1.0, c_m, block_m, tile_n, 0, M, N, 1, C, C_SR, C_MAX, C_MANTISSA, C_BIAS,
-            C_POW2, False, STEPWISE, PAIRS, EVEN, 128, SUB,
+            c_v, c_codes, c_scale, c_key, c_bits, 1.0, c_m, block_m, tile_n, 0, M, N, 1, C, C_SR, C_MAX, C_MANTISSA,
+            C_BIAS, C_POW2, False, STEPWISE, PAIRS, EVEN, 128, SUB,
         )  # fmt: skip

@@ -228,9 +228,8 @@ class _Cast:
     def _by_operand(self, operands: Sequence[Operand | None], history: int | None) -> bool:
         """Whether each operand has programs of its own: 1x128 both ways, of values that need not be computed."""
         plain = not self.program.instructions and self.program.pieces == 1 and not self.summed and history is None
-        return plain and all(
-            o is not None and o.spec.granularity == "1x128" and o.clip[0] == NO_LIMIT for o in operands
-        )
+        both = [o for o in operands if o is not None and o.spec.granularity == "1x128" and o.clip[0] == NO_LIMIT]
+        return plain and len(both) == 2
 
     def _apart(self, leaves: Sequence[Tensor]) -> bool:
         if _INTERPRETED:

@@ -1,8 +1,8 @@
 """Codes of one byte, transposed: [M, N] to [N, M], for a product that contracts over M.
 
-A gathered weight arrives as codes contracted over its columns, and dgrad wants the same codes contiguous along the other
-axis (Hopper's matrix units take one layout only). The bytes of four rows are put together in registers before the tile
-is turned, so that what crosses shared memory and what is stored are words: 2 M N bytes moved.
+A gathered weight arrives as codes contracted over its columns, and dgrad wants the same codes contiguous along the
+other axis (Hopper's matrix units take one layout only). The bytes of four rows are put together in registers before the
+tile is turned, so that what crosses shared memory and what is stored are words: 2 M N bytes moved.
 """
 
 # Triton comes with CUDA builds of PyTorch only, and its decorator hides that a kernel takes a grid.

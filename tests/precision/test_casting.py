@@ -299,10 +299,8 @@ def test_results_in_blocks_lie_side_by_side(rows, columns, modifier, shape):
     program = "mn,mn,mn;mul 0 1;maximum 2 #0.0|3,4"
     x = torch.cat([leaves[0].float() * leaves[1].float(), leaves[2].float().clamp_min(0.0)], -1)
     rows, columns = (f"fp8_e4m3/{text}{modifier}" if text not in ("", "=") else text for text in (rows, columns))
-    keys = [
-        key(number) if modifier == "+sr" and text not in ("", "=") else None
-        for number, text in ((3, rows), (4, columns))
-    ]
+    drawn = [modifier == "+sr" and text not in ("", "=") for text in (rows, columns)]
+    keys = [key(number) if own else None for number, own in zip((3, 4), drawn, strict=True)]
     found = torch.ops.narrowgate.cast_fp8(leaves, program, rows, columns, keys[0], None, None, keys[1], None, None)
     scale = found[1].t() if "/1x128" in rows else found[1]
     compare_codes((found[0], scale), quantize(x, rows, dim=1, seed=keys[0]))

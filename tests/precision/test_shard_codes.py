@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from narrowgate.precision import Spec, quantize, shard_codes
+from narrowgate.precision import Spec, quantize, shard_codes, sharding
 from narrowgate.precision.shard_codes import own_amax, quantize_rows, reach
 
 SPECS = ["fp8_e4m3", "fp8_e5m2+pow2", "fp6_e2m3", "fp4_e2m1/128x128", "fp8_e4m3/row", "fp8_e4m3/1x16",
@@ -72,3 +72,55 @@ def test_a_joint_maximum_reaches_the_kernels_at_an_aligned_address(monkeypatch):
         found = quantize_rows(torch.ones(4, 8), Spec.parse("fp8_e4m3"), (8, 8), 0, "tensor", amax)
         assert found.scale == amax / 448
     assert seen == [0, 0, 0]
+
+
+class _Mesh:
+    """The first of two ranks."""
+
+    def size(self) -> int:
+        return 2
+
+    def get_local_rank(self) -> int:
+        return 0
+
+
+def test_a_backward_gathers_the_codes_that_its_forward_made(monkeypatch):
+    made = []
+
+    def counted(*args):
+        made.append(args)
+        return quantize_rows(*args)
+
+    monkeypatch.setattr(sharding, "quantize_rows", counted)
+    rows = torch.randn(4, 24)
+    shard = sharding.ShardedWeight(rows, Spec.parse("fp8_e4m3/row"), (8, 24), "layer")
+    mesh = _Mesh()
+
+    def sent() -> torch.Tensor:
+        return shard.fsdp_pre_all_gather(mesh)[0][0]
+
+    def step(between=lambda: None) -> list[torch.Tensor]:
+        """What a forward and its backward send."""
+        found = [sent()]
+        x = torch.ones(2, requires_grad=True)
+        y = x * 2
+        y.register_hook(lambda grad: found.append(sent()))
+        between()
+        y.sum().backward()
+        return found
+
+    first, second = step()
+    assert torch.equal(first, second)
+    assert len(made) == 1
+    step()
+    assert len(made) == 2  # another forward makes its own, whatever was written past all counters
+    with torch.no_grad():
+        sent()
+    step(lambda: rows.mul_(-1.0))
+    assert len(made) == 5  # a write between the two is seen
+    assert torch.equal(step()[1], quantize(rows, "fp8_e4m3/row").data.view(torch.uint8))
+    step(lambda: torch.Tensor.mul_(shard, 2.0))
+    assert len(made) == 8
+    with torch.no_grad():
+        sent()  # an evaluation keeps nothing
+    assert shard._known.codes is None
