@@ -100,6 +100,7 @@ def module_level(m: Measurements, alpha: float, apart: RunToRun) -> Level:
             "no_gpu": "this run had no GPU",
             "emulated": f"{m.device} emulates part of the recipe: {'; '.join(m.emulated)}",
             "nothing_lowered": "the recipe lowers no layer",
+            "no_modules": "the recipe lowers no layer, only what travels or the optimizer's state",
             "failed": found.why or "it failed",
         }
         return absent(whys.get(found.status, "skipped on request"))

@@ -27,11 +27,12 @@ _ABSENT = {
 def judge_module_time(m: Measurements, policy: Policy, levels: Levels) -> Judgement | None:
     """Judge the sum over modules by device events: its t interval on the log ratio, over quartets and runs.
 
-    None where the report is of a version without this gate. The host's clock decides nothing here: launching a module
-    alone takes what a whole step's graph pays once, and ``step_time`` judges that by both clocks.
+    None where the report is of a version without this gate, and where the recipe lowers no layer but changes what
+    travels or the optimizer's state: ``step_time`` judges that alone. The host's clock decides nothing here: launching a
+    module alone takes what a whole step's graph pays once, and ``step_time`` judges that by both clocks.
     """
     found = m.module_time
-    if found is None:
+    if found is None or found.status == "no_modules":
         return None
     threshold = module_threshold(policy)
     apart = policy.speed.run_to_run

@@ -227,7 +227,8 @@ class ModuleLeft(ModuleRegion):
 class ModuleTime(Record):
     """The experiment on modules alone, or why there was none."""
 
-    status: Literal["measured", "no_gpu", "emulated", "skipped", "nothing_lowered", "failed"]
+    #: ``no_modules``: the recipe lowers no layer, and changes what travels or the optimizer's state.
+    status: Literal["measured", "no_gpu", "emulated", "skipped", "nothing_lowered", "no_modules", "failed"]
     #: Why no region could be found, where that failed.
     why: str | None = None
     #: Heaviest first.

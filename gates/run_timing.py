@@ -114,7 +114,7 @@ def _where_it_fits(
 def _alone(policy: Policy, plan: Plan, baseline: Arm, candidate: Arm, progress: Progress) -> Timed:
     step = _time_steps(policy, plan, baseline, candidate, progress)
     fused = _time_fused(policy, plan, candidate, progress)
-    return Timed(step, _time_modules(policy, plan, baseline, candidate, progress), fused)
+    return Timed(step, time_modules(policy, plan, baseline, candidate, progress), fused)
 
 
 def _time_steps(policy: Policy, plan: Plan, baseline: Arm, candidate: Arm, progress: Progress) -> StepTime:
@@ -140,7 +140,10 @@ def _time_fused(policy: Policy, plan: Plan, candidate: Arm, progress: Progress) 
     return measure_fused_time(candidate, plan, policy.speed, policy.alpha)
 
 
-def _time_modules(policy: Policy, plan: Plan, baseline: Arm, candidate: Arm, progress: Progress) -> ModuleTime:
+def time_modules(policy: Policy, plan: Plan, baseline: Arm, candidate: Arm, progress: Progress) -> ModuleTime:
+    """Time the lowered modules alone, in both arms, or say why there is nothing to time."""
+    if not plan.lowered and not (plan.recipe.shards is None and plan.recipe.optimizer is None):
+        return ModuleTime(status="no_modules")
     if candidate.device.type != "cuda":
         return ModuleTime(status="no_gpu")
     if not plan.lowered:

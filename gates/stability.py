@@ -87,6 +87,8 @@ def numerics_lines(runs: Sequence[Stability], limit: int = 5) -> list[str]:
     operands = _worst([operand for run in runs for operand in run.worst])
     steps = max(run.observed_steps for run in runs)
     counted = f"{steps} step{'s' * (steps != 1)} a seed"
+    if not operands:
+        return [f"saturation and underflow: watched for in {counted}, in which no operand was quantized"]
     lines = [f"saturation and underflow: counted in {counted}; the worst operands, each at its worst step:"]
     return lines + [_line(operand) for operand in operands[:limit]]
 

@@ -22,7 +22,9 @@ from narrowgate.gates.measurements import (
 from narrowgate.gates.module_sums import owners_of_loss, total_log_ratios
 from narrowgate.gates.module_time import measure_module_time, time_regions
 from narrowgate.gates.policy import BUILTIN_POLICIES, SpeedPlan
+from narrowgate.gates.progress import Progress
 from narrowgate.gates.regions import Found, find_regions
+from narrowgate.gates.run_timing import time_modules
 from narrowgate.gates.speed import BlockTime, HostTimer, StepFunction
 from narrowgate.gates.task import load_task
 from narrowgate.gates.train import Arm
@@ -125,6 +127,32 @@ def test_what_is_closer_than_runs_are_to_each_other_is_undecided_however_long_a_
     decision, gate, (reason,) = decided(timed(run("a", ratio, 1.0, noise=0.001 * np.resize([1, -1], 20))))
     assert (decision.verdict, gate.status, reason.code) == ("inconclusive", "undecided", "module_interval")
     assert "closer than runs come to each other (speed.run_to_run)" in reason.text
+
+
+def test_without_a_lowered_layer_the_step_alone_decides_on_what_travels_and_on_the_state(decided) -> None:
+    decision, gate, reasons = decided(ModuleTime(status="no_modules"))
+    assert (decision.verdict, gate, reasons) == ("accept", None, [])
+    assert [g.status for g in decision.gates if g.name == "step_time"] == ["pass"]
+
+
+@pytest.mark.parametrize(
+    ("rest", "status"),
+    [
+        ("shards: {reduce_scatter: bf16}", "no_modules"),
+        ("optimizer: {state: bf16+sr}", "no_modules"),
+        ("", "no_gpu"),
+        (
+            "shards: {reduce_scatter: bf16}\nrules: [{layers: body, fprop: {input: fp8_e4m3, weight: fp8_e4m3}}]",
+            "no_gpu",
+        ),
+    ],
+)
+def test_a_recipe_that_lowers_nothing_has_no_modules_if_it_changes_something_else(room, rest, status) -> None:
+    (room / "other.yaml").write_text(f"recipe: other\ndefaults: bf16\n{rest}\n")
+    task, recipe = load_task("ranker:good"), load_recipe("other.yaml")
+    arms = [Arm(task, CPU, own, steps=2) for own in (None, recipe)]
+    plan = apply_recipe(task.build_model(), recipe)
+    assert time_modules(STANDARD, plan, *arms, Progress()).status == status
 
 
 @pytest.mark.parametrize(

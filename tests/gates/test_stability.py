@@ -15,7 +15,7 @@ from narrowgate.gates.compilation import honest_compilation
 from narrowgate.gates.decision import decide
 from narrowgate.gates.measurements import Measurements, Operand
 from narrowgate.gates.policy import BUILTIN_POLICIES, StabilityLimits
-from narrowgate.gates.stability import numerics_lines, stability
+from narrowgate.gates.stability import Observed, numerics_lines, stability
 from narrowgate.gates.task import load_task
 from narrowgate.gates.tensor_watch import TensorWatch
 from narrowgate.recipes import apply_recipe, load_recipe
@@ -116,6 +116,13 @@ def test_an_arm_counts_every_operand_at_the_stated_steps(room: Path) -> None:
     lines = numerics_lines([found])
     assert "counted in 3 steps a seed" in lines[0]
     assert 1 < len(lines) <= 6
+
+
+def test_where_no_operand_was_quantized_none_is_listed() -> None:
+    found = stability(np.ones(10), np.ones(10), StabilityLimits(), Observed(steps=2))
+    assert numerics_lines([found]) == [
+        "saturation and underflow: watched for in 2 steps a seed, in which no operand was quantized"
+    ]
 
 
 def test_what_nobody_counts_is_said_so(room: Path) -> None:
