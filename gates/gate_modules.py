@@ -28,8 +28,8 @@ def judge_module_time(m: Measurements, policy: Policy, levels: Levels) -> Judgem
     """Judge the sum over modules by device events: its t interval on the log ratio, over quartets and runs.
 
     None where the report is of a version without this gate, and where the recipe lowers no layer but changes what
-    travels or the optimizer's state: ``step_time`` judges that alone. The host's clock decides nothing here: launching a
-    module alone takes what a whole step's graph pays once, and ``step_time`` judges that by both clocks.
+    travels or the optimizer's state: ``step_time`` judges that alone. The host's clock decides nothing here: launching
+    a module alone takes what a whole step's graph pays once, and ``step_time`` judges that by both clocks.
     """
     found = m.module_time
     if found is None or found.status == "no_modules":

@@ -16,7 +16,7 @@ Passes over the values: one for ``128``-blocks, whose maximum fits a tile, and f
 
 # Triton comes with CUDA builds of PyTorch only, and its decorator hides that a kernel takes a grid.
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false, reportArgumentType=false
-# pyright: reportAttributeAccessIssue=false
+# pyright: reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false
 
 from __future__ import annotations
 
@@ -155,8 +155,8 @@ def cast_kernel(
     leaves, the second time from L2, and half the registers let twice as many of them share a multiprocessor.
     """
     pid_m, pid_n = tl.program_id(0), tl.program_id(1)
+    own_piece = pid_m % PIECES
     if ALONE:
-        own_piece = pid_m % PIECES
         pid_m = pid_m // PIECES
     n = pid_n * BN + tl.arange(0, BN)
     inside_n = inside_of(n, N, EVEN)

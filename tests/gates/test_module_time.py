@@ -150,9 +150,9 @@ def test_without_a_lowered_layer_the_step_alone_decides_on_what_travels_and_on_t
 def test_a_recipe_that_lowers_nothing_has_no_modules_if_it_changes_something_else(room, rest, status) -> None:
     (room / "other.yaml").write_text(f"recipe: other\ndefaults: bf16\n{rest}\n")
     task, recipe = load_task("ranker:good"), load_recipe("other.yaml")
-    arms = [Arm(task, CPU, own, steps=2) for own in (None, recipe)]
+    baseline, candidate = Arm(task, CPU, steps=2), Arm(task, CPU, recipe, steps=2)
     plan = apply_recipe(task.build_model(), recipe)
-    assert time_modules(STANDARD, plan, *arms, Progress()).status == status
+    assert time_modules(STANDARD, plan, baseline, candidate, Progress()).status == status
 
 
 @pytest.mark.parametrize(
