@@ -17,6 +17,7 @@ from narrowgate.gates.report import load_report
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs"),
+    pytest.mark.timeout(600),  # every unit of both arms is compiled, on every rank
 ]
 RECIPE = """
 recipe: codes
