@@ -1,6 +1,6 @@
 """Weights whose GEMM operand is what travelled between the ranks, not what a layer would cast of them itself.
 
-A :class:`CodedWeight` knows the codes and scales under which it is gathered. The layer multiplies them as they are
+A :class:`CodedWeight` knows the codes and scales under which it is gathered (:func:`codes_of`). The layer multiplies them as they are
 where its recipe asks for the same codes, and quantizes their dequantized values anew where it does not
 (``shards.requantize``). A :class:`GatheredWeight` is the unsharded one, which FSDP2 makes of what it gathered and frees
 again; the sharded one is :class:`narrowgate.precision.sharding.ShardedWeight`.
@@ -20,6 +20,7 @@ from .errors import NarrowgateError
 from .packing import pack_fp4, unpack_fp4
 from .quantization import QuantizedTensor
 from .scaling import as_e8m0
+from .shard_codes import quantize_rows
 from .spec import Spec
 
 _ATEN = torch.ops.aten
@@ -27,34 +28,62 @@ _ATEN = torch.ops.aten
 _SAME_VALUES = frozenset({_ATEN.detach.default, _ATEN.alias.default, _ATEN.as_strided.default})
 
 
+#: What :func:`_part` can ask of a weight.
+_CODES, _SCALE, _TENSOR_SCALE, _ROWS = "_data", "_scale", "_tensor_scale", "_rows"
+_LIBRARY = torch.library.Library("narrowgate", "FRAGMENT")
+_LIBRARY.define("coded_part(Tensor weight, str part) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+
+
 class CodedWeight(Tensor):
-    """A weight [N, K] that is multiplied by the codes of :meth:`codes`; shape, dtype and device are its own."""
+    """A weight [N, K] that is multiplied by the codes of :func:`codes_of`; shape, dtype and device are its own.
+
+    What is traced calls no method of it and reads no tensor of it but through an operator: so functions, not methods.
+    """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    def codes(self) -> QuantizedTensor:
-        """The codes and scales, contracted over K."""
-        raise TypeError(f"{type(self).__name__} carries no codes")
+    #: Under which it is gathered.
+    _spec: Spec
 
     def source(self) -> Tensor | None:
         """The values that the codes were made of, [N, K]; None where only the codes are here."""
         return None
 
-    def operand(self, spec: Spec, dim: int) -> QuantizedTensor | None:
-        """The codes as the operand of ``spec`` contracted over ``dim``; None where it asks for other codes.
-
-        A tensor scale is also one scale for each row, whichever axis the rows are.
-        """
-        codes = self.codes()
-        if not serves(codes.spec, spec, dim):
-            return None
-        if dim != codes.dim and codes.spec.fmt.element.bits == 4:  # packed in pairs along the contraction
-            return replace(codes, data=pack_fp4(unpack_fp4(codes.data, codes.shape[1], 1), 0), dim=0)
-        return replace(codes, dim=dim)
-
     def dequantize(self) -> Tensor:
         """The values that the codes stand for, FP32 [N, K]."""
-        return self.codes().dequantize()
+        return codes_of(self).dequantize()
+
+
+def codes_of(weight: CodedWeight) -> QuantizedTensor:
+    """The codes and scales of a whole weight [N, K], contracted over K."""
+    spec, shape = weight._spec, (weight.shape[0], weight.shape[1])
+    if not isinstance(weight, GatheredWeight):
+        return quantize_rows(_part(weight, _ROWS).detach(), spec, shape, 0, None, None)
+    scale = _part(weight, _SCALE)
+    tensor_scale = _part(weight, _TENSOR_SCALE) if spec.fmt.tensor_scale else None
+    scale = as_e8m0(scale) if scale.dtype == torch.uint8 else scale
+    return QuantizedTensor(_part(weight, _CODES), scale, tensor_scale, spec, 1, shape)
+
+
+def operand_of(weight: CodedWeight, spec: Spec, dim: int) -> QuantizedTensor | None:
+    """The codes as the operand of ``spec`` contracted over ``dim``; None where it asks for other codes.
+
+    A tensor scale is also one scale for each row, whichever axis the rows are.
+    """
+    if not serves(weight._spec, spec, dim):
+        return None
+    codes = codes_of(weight)
+    if dim != codes.dim and codes.spec.fmt.element.bits == 4:  # packed in pairs along the contraction
+        return replace(codes, data=pack_fp4(unpack_fp4(codes.data, codes.shape[1], 1), 0), dim=0)
+    return replace(codes, dim=dim)
+
+
+def _part(weight: CodedWeight, part: str) -> Tensor:
+    return torch.ops.narrowgate.coded_part(weight, part) if torch.compiler.is_compiling() else getattr(weight, part)
+
+
+def asked_part(func: Any, args: Sequence[Any]) -> Tensor | None:
+    """Answer ``narrowgate::coded_part`` where that is what was called: a tensor within the weight."""
+    return getattr(args[0], args[1]) if func is torch.ops.narrowgate.coded_part.default else None
 
 
 def serves(own: Spec, wanted: Spec, dim: int) -> bool:
@@ -75,7 +104,6 @@ class GatheredWeight(CodedWeight):
     _data: Tensor
     _scale: Tensor
     _tensor_scale: Tensor | None
-    _spec: Spec
 
     @staticmethod
     def __new__(
@@ -101,11 +129,6 @@ class GatheredWeight(CodedWeight):
         weight._data, weight._scale, weight._tensor_scale, weight._spec = data, scale, tensor_scale, spec
         return weight
 
-    def codes(self) -> QuantizedTensor:
-        """The codes and scales, contracted over K."""
-        scale = as_e8m0(self._scale) if self._scale.dtype == torch.uint8 else self._scale
-        return QuantizedTensor(self._data, scale, self._tensor_scale, self._spec, 1, tuple(self.shape))
-
     def rescale(self, scale: Tensor, tensor_scale: Tensor | None) -> None:
         """Take the scales of a new gather, whose codes are in the buffer already."""
         self._scale, self._tensor_scale = scale, tensor_scale
@@ -125,6 +148,9 @@ class GatheredWeight(CodedWeight):
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        part = asked_part(func, args)
+        if part is not None:
+            return part
         first = args[0] if args else None
         if func in _SAME_VALUES and isinstance(first, GatheredWeight):
             # FSDP2 asks for the shape that the weight has, whatever is padded behind it.

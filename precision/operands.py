@@ -12,7 +12,7 @@ from . import observer
 from .capability import same_codes
 from .casting import Request, column_sums, quantize_both, quantize_summed
 from .config import OPERANDS
-from .gathered import CodedWeight
+from .gathered import CodedWeight, codes_of, operand_of
 from .layer import LayerState
 from .quantization import QuantizedTensor, quantize
 from .rounding import torch_dtype
@@ -57,12 +57,12 @@ def _prepare(
     spec = _spec(state, use)
     source: Tensor | None = x
     if isinstance(x, CodedWeight):
-        source, held = x.source(), x.operand(spec, dim)
+        source, held = None if torch.compiler.is_compiling() else x.source(), operand_of(x, spec, dim)
         if held is not None:
             if not torch.compiler.is_compiling():
                 _tell(state, use, source, held)
             return held, None
-        x = x.dequantize()
+        x = codes_of(x).dequantize()
     if spec.high_precision and not spec.sr:
         dense = x.to(torch_dtype(spec.fmt.element))
     else:

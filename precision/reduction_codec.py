@@ -155,7 +155,10 @@ def sum_into(
 def ended(total: Tensor, end: tuple[str, float]) -> Tensor:
     """Do to FP32 sums what a reduction does beside summing: nothing, or ``divide`` or ``multiply`` by a number."""
     how, factor = end
-    return total / factor if how == "divide" else total * factor if how == "multiply" else total
+    if how == "divide":
+        # Not by a number, which is multiplying by its reciprocal on a GPU.
+        return total / torch.full((), factor, dtype=total.dtype, device=total.device)
+    return total * factor if how == "multiply" else total
 
 
 @dataclass(frozen=True)

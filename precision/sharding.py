@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from .errors import NarrowgateError
-from .gathered import CodedWeight, GatheredWeight, written
+from .gathered import CodedWeight, GatheredWeight, asked_part, written
 from .quantization import QuantizedTensor
 from .rounding import torch_dtype
 from .shard_codes import block_rows, own_amax, quantize_rows, reach, tensor_amaxes
@@ -75,7 +75,6 @@ class ShardedWeight(CodedWeight):
     """
 
     _rows: Tensor
-    _spec: Spec
     _full: tuple[int, int]
     _name: str
     _known: _Known
@@ -98,11 +97,6 @@ class ShardedWeight(CodedWeight):
         weight._rows, weight._spec, weight._full, weight._name = values, spec, full, name
         weight._known = known or _Known()
         return weight
-
-    def codes(self) -> QuantizedTensor:
-        """The codes of the whole weight, contracted over K."""
-        assert tuple(self.shape) == self._full, "a shard is no operand: FSDP2 gathers it first"
-        return quantize_rows(self._rows.detach(), self._spec, self._full, 0, None, None)
 
     def source(self) -> Tensor:
         """The values as an ordinary tensor that shares their memory; of a shard, its rows."""
@@ -215,6 +209,9 @@ class ShardedWeight(CodedWeight):
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        part = asked_part(func, args)
+        if part is not None:
+            return part
         leader = next((arg for arg in args if isinstance(arg, ShardedWeight)), None)
         if leader is not None and func in _ALIASES:
             # The very same tensor: within a dispatch PyTorch would give its alias a version of its own.

@@ -10,9 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from functorch.compile import nop
 from narrowgate.gates.sharded import shard
+from narrowgate.recipes import Recipe, apply_recipe
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 
 class Block(nn.Module):
@@ -56,4 +61,67 @@ def test_equal_units_share_a_graph_and_compute_what_they_did(one_rank: None, mon
     assert 0 < len(graphs) < 4, "fewer graphs than units"
     gradients: list[list[Any]] = [[p.grad for p in model.parameters()] for model in models]
     assert all(torch.equal(a.full_tensor(), b.full_tensor()) for a, b in zip(*gradients, strict=True))
+    torch._dynamo.reset()
+
+
+def _recipe(weight: str, gather: str, **shards: Any) -> Recipe:
+    x = {"128x128": "fp8_e4m3/1x128", "32x32": "mxfp8"}.get(weight.partition("/")[2], weight)
+    rule = {
+        "layers": "**", "fprop": {"input": x, "weight": weight}, "dgrad": {"grad": x, "weight": weight},
+        "wgrad": {"grad": x, "input": x},
+    }  # fmt: skip
+    return Recipe.from_dict({"recipe": "codes", "rules": [rule], "shards": {"all_gather": gather, **shards}})
+
+
+@pytest.mark.parametrize("compiled", ["units", "whole"])
+@pytest.mark.parametrize(
+    ("weight", "gather", "shards"),
+    [
+        ("fp8_e4m3", "fp8_e4m3", {}),
+        ("fp8_e4m3/row", "fp8_e4m3", {}),
+        ("fp8_e4m3/row", "fp8_e4m3/row", {"requantize": True}),
+        ("fp8_e4m3/128x128", "fp8_e4m3/128x128", {}),
+        ("mxfp8/32x32", "mxfp8/32x32", {}),
+        ("nvfp4/16x16", "nvfp4/16x16", {}),
+    ],
+)
+def test_units_of_gathered_codes_are_whole_graphs_forward_and_backward(
+    one_rank: None, weight: str, gather: str, shards: dict[str, Any], compiled: str
+) -> None:
+    """Where a graph breaks at a weight, no cast is fused with what makes its tensor."""
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return aot_autograd(fw_compiler=nop)(graph, inputs)
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    models = [nn.Sequential(Block(), Block()) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    mesh = init_device_mesh("cpu", (1,))
+    for model in models:
+        apply_recipe(model, _recipe(weight, gather, **shards))
+    torch._dynamo.reset()
+    if compiled == "units":
+        for model in models:
+            for block in model:
+                if model is models[1]:
+                    block.compile(backend=backend, fullgraph=True)
+                fully_shard(block, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+    else:  # never sharded: one process, and the codes that a gather would give
+        models[1].compile(backend=backend, fullgraph=True)
+    x = torch.randn(8, 16)
+    found = []
+    for model in models:
+        own = x.clone().requires_grad_()
+        model(own).float().square().sum().backward()
+        gradients = [p.grad for p in model.parameters()]
+        found.append([own.grad, *(g.full_tensor() if isinstance(g, DTensor) else g for g in gradients)])
+    assert graphs
+    for a, b in zip(*found, strict=True):
+        assert a is not None
+        assert b is not None
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
     torch._dynamo.reset()

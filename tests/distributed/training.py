@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from narrowgate.precision import QuantizedTensor, Spec, quantize
-from narrowgate.precision.gathered import GatheredWeight
+from narrowgate.precision import QuantizedTensor, Spec, operands, quantize
+from narrowgate.precision.gathered import CodedWeight, GatheredWeight
 from narrowgate.precision.reduction import reduction_errors
 from narrowgate.precision.sharding import reduce_amaxes
 from narrowgate.precision.wire import WireCount
@@ -148,19 +148,19 @@ def codes_of(operand: QuantizedTensor) -> Codes:
 @contextmanager
 def noted_codes(found: list[Codes]) -> Iterator[None]:
     """Note each operand that a layer takes from a gathered weight as it is."""
-    taken = GatheredWeight.operand
+    taken = operands.operand_of
 
-    def operand(self: GatheredWeight, spec: Spec, dim: int) -> QuantizedTensor | None:
-        codes = taken(self, spec, dim)
-        if codes is not None:
+    def operand_of(weight: CodedWeight, spec: Spec, dim: int) -> QuantizedTensor | None:
+        codes = taken(weight, spec, dim)
+        if codes is not None and isinstance(weight, GatheredWeight):
             found.append(codes_of(codes))
         return codes
 
-    GatheredWeight.operand = operand  # type: ignore[method-assign]
+    operands.operand_of = operand_of
     try:
         yield
     finally:
-        GatheredWeight.operand = taken  # type: ignore[method-assign]
+        operands.operand_of = taken
 
 
 def whole_codes(case: str, device: str = "cpu") -> list[Codes]:
