@@ -1,7 +1,7 @@
 """Weights whose GEMM operand is what travelled between the ranks, not what a layer would cast of them itself.
 
-A :class:`CodedWeight` knows the codes and scales under which it is gathered (:func:`codes_of`). The layer multiplies them as they are
-where its recipe asks for the same codes, and quantizes their dequantized values anew where it does not
+A :class:`CodedWeight` knows the codes and scales under which it is gathered (:func:`codes_of`). The layer multiplies
+them as they are where its recipe asks for the same codes, and quantizes their dequantized values anew where it does not
 (``shards.requantize``). A :class:`GatheredWeight` is the unsharded one, which FSDP2 makes of what it gathered and frees
 again; the sharded one is :class:`narrowgate.precision.sharding.ShardedWeight`.
 """

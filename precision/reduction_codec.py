@@ -28,6 +28,8 @@ from .spec import Spec
 _FP32 = torch.float32
 #: Bytes of a line are a multiple of this, so that every part of it can be viewed in its dtype.
 _ALIGNMENT = 16
+#: Ranks whose rows are joined by name: for more, naming them costs the host more than the copy.
+_JOINED = 16
 
 
 @dataclass(frozen=True)
@@ -236,7 +238,10 @@ def _bytes(values: Tensor) -> Tensor:
 
 
 def _quantize(buffer: Tensor, piece: Piece, spec: Spec, seed: Tensor | None) -> QuantizedTensor:
-    whole = buffer[:, piece.start : piece.stop].reshape(-1, piece.columns)
+    parts = buffer[:, piece.start : piece.stop]
+    if 1 < len(parts) <= _JOINED and parts.is_cuda:
+        parts = torch.cat(parts.unbind())  # a copy of wide loads, where one kernel of two strides has narrow ones
+    whole = parts.reshape(-1, piece.columns)
     quantized, _ = quantize_both(whole, Request(spec, seed), None)
     assert quantized is not None
     return quantized
