@@ -33,29 +33,28 @@ def cast_apart_kernel(
     ALIGNED: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, LOOP: tl.constexpr,
 ):  # fmt: skip
     """As :func:`~narrowgate.precision.kernels.cast.cast_kernel`, of plain values, both operands by blocks of 1x128."""
-    SUB: tl.constexpr = 32
-    EACH: tl.constexpr = 128 // SUB
+    EACH: tl.constexpr = 128 // BM
     pid, block_n = tl.program_id(0), tl.program_id(1)
     part, block_m = pid % (2 * EACH), pid // (2 * EACH)
     if part < EACH:
         tile_m = block_m * EACH + part
-        r_m = tile_m.to(tl.int64) * SUB + rows_of(SUB, False)
+        r_m = tile_m.to(tl.int64) * BM + rows_of(BM, False)
         r_n = block_n * 128 + tl.arange(0, 128)
         r_inside_m, r_inside_n = inside_of(r_m, M, EVEN), inside_of(r_n, N, EVEN)
         r_v = TILE(leaves, strides, r_m, r_n, r_inside_m, r_inside_n, ALIGNED)[0]
         r_v = tl.where(r_inside_m[:, None] & r_inside_n[None, :], r_v, 0.0)
         rows_operand(
             r_v, r_codes, r_scale, r_key, r_bits, 1.0, c_codes, r_m, tile_m, block_n, 0, M, N, 1, R, R_SR, R_MAX,
-            R_MANTISSA, R_BIAS, R_POW2, False, False, STEPWISE, WORDS, PAIRS, EVEN, SUB, 128,
+            R_MANTISSA, R_BIAS, R_POW2, False, False, STEPWISE, WORDS, PAIRS, EVEN, BM, 128,
         )  # fmt: skip
     else:
         tile_n = block_n * EACH + part - EACH
         c_m = block_m.to(tl.int64) * 128 + rows_of(128, True)
-        c_n = tile_n * SUB + tl.arange(0, SUB)
+        c_n = tile_n * BM + tl.arange(0, BM)
         c_inside_m, c_inside_n = inside_of(c_m, M, EVEN), inside_of(c_n, N, EVEN)
         c_v = TILE(leaves, strides, c_m, c_n, c_inside_m, c_inside_n, ALIGNED)[0]
         c_v = tl.where(c_inside_m[:, None] & c_inside_n[None, :], c_v, 0.0)
         columns_operand(
             c_v, c_codes, c_scale, c_key, c_bits, 1.0, c_m, block_m, tile_n, 0, M, N, 1, C, C_SR, C_MAX, C_MANTISSA,
-            C_BIAS, C_POW2, False, STEPWISE, PAIRS, EVEN, 128, SUB,
+            C_BIAS, C_POW2, False, STEPWISE, PAIRS, EVEN, 128, BM,
         )  # fmt: skip

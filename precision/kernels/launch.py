@@ -44,6 +44,8 @@ HISTORY_TILE = (32, 128, 4, 4)
 RMS_TILE = (32, 128, 8, 4)
 #: Blocks of 128 need tiles of 128: by eight warps, of which two programs should fit a multiprocessor.
 BLOCK_TILE = (128, 128, 1, 8)
+#: Of a program with one of two operands by blocks of 1x128, for the one contracted over columns; the other's is turned.
+APART_TILE = (32, 128, 1, 4)
 #: Programs that keep every multiprocessor of a large GPU busy several times over: where there are more tiles than that,
 #: a program takes several.
 _AMAX_PROGRAMS, _CAST_PROGRAMS = 512, 2048
@@ -135,7 +137,10 @@ class _Cast:
         even = self.count % (bm * loop) == 0 and self.width % bn == 0
         self.modes = [self._random_mode(operand) for operand in operands]
         by_operand = self._by_operand(operands, history)
-        if not by_operand:
+        if by_operand:
+            bm, bn, loop, warps = APART_TILE
+            even = self.count % 128 == self.width % 128 == 0
+        else:
             self.questions.append((self._question("cast", leaves, history, recording), usual))
         stochastic = any(mode != _NEAREST for mode in self.modes)
         alone = blocked and self.program.pieces > 1 and not self.summed and history is None and not squares
@@ -163,8 +168,8 @@ class _Cast:
         grid = (triton.cdiv(self.count, bm * loop) * (self.program.pieces if alone else 1), triton.cdiv(self.width, bn))
         registers, kernel = None, cast_kernel
         if by_operand:
-            kernel, warps = cast_apart_kernel, 4
-            grid = (triton.cdiv(self.count, 128) * 8, triton.cdiv(self.width, 128))
+            kernel = cast_apart_kernel
+            grid = (triton.cdiv(self.count, 128) * 2 * (128 // bm), triton.cdiv(self.width, 128))
         elif _PHILOX in self.modes and (self.program.pieces == 1 or alone):
             found = history is None and not squares and set(granularities) <= {"tensor", None}
             registers = most_registers(warps, blocked=blocked and not self.summed, tensor=found)
