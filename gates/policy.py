@@ -223,26 +223,30 @@ def _read(path: Path) -> Policy:
     if not isinstance(data, dict):
         raise NarrowgateError(f"{path}:{root.line}:{root.column}: found {found(data)}, expected a mapping of fields")
     data = as_margins(data, root, str(path))
-    base_name = data.pop("extends", None)
+    base_name, faults = data.pop("extends", None), []
     if base_name is not None:
+        known = isinstance(base_name, str) and base_name in BUILTIN_POLICIES
+        if not known:
+            faults.append(_unknown_base(base_name, root, path))
+        # Over some base the file's other faults show, too.
+        base = BUILTIN_POLICIES[base_name if known else "standard"].model_dump()
         # What a report says of the base is not true of a file that changes it.
         own = {"policy": path.name, "description": f"{base_name}, changed"}
-        data = _over(_base(base_name, root, path) | own, data)
+        data = _over(base | own, data)
     try:
-        return Policy.model_validate(data)
+        policy = Policy.model_validate(data)
     except ValidationError as error:
-        raise RecipeError(_diagnostic(fault, root, path) for fault in error.errors()) from None
+        raise RecipeError([*faults, *(_diagnostic(fault, root, path) for fault in error.errors())]) from None
+    if faults:
+        raise RecipeError(faults)
+    return policy
 
 
-def _base(name: Any, root: Node, path: Path) -> dict[str, Any]:
-    if isinstance(name, str) and name in BUILTIN_POLICIES:
-        return BUILTIN_POLICIES[name].model_dump()
+def _unknown_base(name: Any, root: Node, path: Path) -> Diagnostic:
     node, _ = root.find(["extends"])
     hint = did_you_mean(name, BUILTIN_POLICIES) if isinstance(name, str) else ""
     message = f"found {found(name)}, expected a built-in policy ({', '.join(BUILTIN_POLICIES)}){hint}"
-    raise RecipeError(
-        [Diagnostic(file=str(path), line=node.line, column=node.column, field="extends", message=message)]
-    )
+    return Diagnostic(file=str(path), line=node.line, column=node.column, field="extends", message=message)
 
 
 def _over(base: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
@@ -261,7 +265,7 @@ def _diagnostic(fault: Any, root: Node, path: Path) -> Diagnostic:
     if kind == "extra_forbidden":
         sections = {"stability": StabilityLimits, "speed": SpeedPlan, "tasks": Margins, "slices": SliceMargins}
         section = sections.get(str(location[0]), Policy)
-        known = section.model_fields if len(location) > 1 else [*Policy.model_fields, *GOALS]
+        known = section.model_fields if len(location) > 1 else ["extends", *Policy.model_fields, *GOALS]
         message = f"unknown field{did_you_mean(str(location[-1]), known)} (known: {', '.join(known)})"
     elif kind == "missing":
         message = "the field is missing; write it, or extend a built-in policy (extends: standard)"

@@ -54,6 +54,8 @@ def test_a_file_that_changes_a_policy_is_not_called_by_its_name(tmp_path: Path) 
         ("policy: x\nextends: standard\nmin_seeds: 3\n", ":3:1: min_seeds:", "greater than or equal to 5"),
         ("policy: x\nextends: standard\nalpha: five%\n", ":3:1: alpha:", "expected a percentage"),
         ("policy: x\nextends: standart\n", ":2:10: extends:", "did you mean 'standard'"),
+        ("extends: standart\nmin_sedes: 5\n", ":2:1: min_sedes:", "did you mean 'standard'"),  # both at once
+        ("extend: standard\n", ":1:1: extend:", "did you mean 'extends'"),
         ("policy: x\nmax_auc_loss: 0.1\n", ":1:1: max_ne_increase:", "missing"),
         ("policy: x\nextends: standard\nspeed: {max_quartets: 5}\n", ":3:1: speed:", "below min_quartets 20"),
         (
