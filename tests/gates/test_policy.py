@@ -54,8 +54,6 @@ def test_a_file_that_changes_a_policy_is_not_called_by_its_name(tmp_path: Path) 
         ("policy: x\nextends: standard\nmin_seeds: 3\n", ":3:1: min_seeds:", "greater than or equal to 5"),
         ("policy: x\nextends: standard\nalpha: five%\n", ":3:1: alpha:", "expected a percentage"),
         ("policy: x\nextends: standart\n", ":2:10: extends:", "did you mean 'standard'"),
-        ("extends: standart\nmin_sedes: 5\n", ":2:1: min_sedes:", "did you mean 'standard'"),  # both at once
-        ("extend: standard\n", ":1:1: extend:", "did you mean 'extends'"),
         ("policy: x\nmax_auc_loss: 0.1\n", ":1:1: max_ne_increase:", "missing"),
         ("policy: x\nextends: standard\nspeed: {max_quartets: 5}\n", ":3:1: speed:", "below min_quartets 20"),
         (
@@ -77,6 +75,24 @@ def test_a_wrong_file_is_one_line_with_its_place(tmp_path: Path, text: str, plac
     assert str(caught.value).startswith(f"{path}{place}")
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        ("extends: standart\nmin_sedes: 5\n", [":1:10: extends:", ":2:1: min_sedes:"]),
+        ("extends: standard\nextend: strict\nseeds: 0\n", [":3:1: seeds:", ":2:1: extend:"]),
+    ],
+)
+def test_all_faults_of_a_file_are_told_at_once(tmp_path: Path, text: str, lines: list[str]) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    with pytest.raises(NarrowgateError) as caught:
+        load_policy(path)
+    told = str(caught.value).splitlines()
+    assert sorted(
+        line.removeprefix(str(path)).partition(" found")[0].partition(" unknown")[0] for line in told
+    ) == sorted(lines)
 
 
 @pytest.mark.parametrize(
