@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..recipes.recipe import OptimizerState
 from .distributed_time import measure_distributed
 from .fused_time import measure_fused_time
 from .measurements import FusedTime, ModuleTime, StepTime
@@ -142,7 +143,7 @@ def _time_fused(policy: Policy, plan: Plan, candidate: Arm, progress: Progress) 
 
 def time_modules(policy: Policy, plan: Plan, baseline: Arm, candidate: Arm, progress: Progress) -> ModuleTime:
     """Time the lowered modules alone, in both arms, or say why there is nothing to time."""
-    if not plan.lowered and not (plan.recipe.shards is None and plan.recipe.optimizer is None):
+    if not plan.lowered and _changes_beyond_layers(plan):
         return ModuleTime(status="no_modules")
     if candidate.device.type != "cuda":
         return ModuleTime(status="no_gpu")
@@ -156,3 +157,9 @@ def time_modules(policy: Policy, plan: Plan, baseline: Arm, candidate: Arm, prog
         progress.phase(f"timing modules of {plan.recipe.name}: {text}")
 
     return measure_module_time(baseline, candidate, plan, policy.speed, told)
+
+
+def _changes_beyond_layers(plan: Plan) -> bool:
+    """Whether a step changes where no layer is lowered: gathers, which are of lowered layers' weights, do not."""
+    state = OptimizerState() if plan.recipe.optimizer is None else plan.recipe.optimizer
+    return plan.reduce is not None or plan.tables is not None or state.state != OptimizerState().state

@@ -22,6 +22,7 @@ from .quantization import QuantizedTensor
 from .scaling import as_e8m0
 from .shard_codes import quantize_rows
 from .spec import Spec
+from .turning import turned_codes
 
 _ATEN = torch.ops.aten
 #: What FSDP2 and autograd do with a weight without touching its values.
@@ -53,28 +54,62 @@ class CodedWeight(Tensor):
         return codes_of(self).dequantize()
 
 
-def codes_of(weight: CodedWeight) -> QuantizedTensor:
-    """The codes and scales of a whole weight [N, K], contracted over K."""
+def codes_of(weight: CodedWeight, after: Tensor | None = None) -> QuantizedTensor:
+    """The codes and scales of a whole weight [N, K], contracted over K; ``after`` as for :func:`operand_of`."""
     spec, shape = weight._spec, (weight.shape[0], weight.shape[1])
     if not isinstance(weight, GatheredWeight):
-        return quantize_rows(_part(weight, _ROWS).detach(), spec, shape, 0, None, None)
-    scale = _part(weight, _SCALE)
+        return quantize_rows(_once_known(_part(weight, _ROWS), after).detach(), spec, shape, 0, None, None)
+    scale = _once_known(_part(weight, _SCALE), after)
     tensor_scale = _part(weight, _TENSOR_SCALE) if spec.fmt.tensor_scale else None
     scale = as_e8m0(scale) if scale.dtype == torch.uint8 else scale
-    return QuantizedTensor(_part(weight, _CODES), scale, tensor_scale, spec, 1, shape)
+    codes = _part(weight, _CODES)
+    # Unpacked, they are larger than what is gathered, whatever becomes of the scales.
+    codes = codes if spec.fmt.element.bits == 8 else _once_known(codes, after)
+    return QuantizedTensor(codes, scale, tensor_scale, spec, 1, shape)
 
 
-def operand_of(weight: CodedWeight, spec: Spec, dim: int) -> QuantizedTensor | None:
+def operand_of(weight: CodedWeight, spec: Spec, dim: int, after: Tensor | None = None) -> QuantizedTensor | None:
     """The codes as the operand of ``spec`` contracted over ``dim``; None where it asks for other codes.
 
     A tensor scale is also one scale for each row, whichever axis the rows are.
+
+    Args:
+        weight: the weight, whole.
+        spec: what is asked for.
+        dim: the axis that the operand is contracted over; codes of a byte lie contiguous along it, for matrix units.
+        after: what must be known before anything is made of the codes: a gradient, in backward. A compiler that may
+            choose would make it in forward and keep it, whole, while FSDP2 has let go of what was gathered.
     """
     if not serves(weight._spec, spec, dim):
         return None
-    codes = codes_of(weight)
-    if dim != codes.dim and codes.spec.fmt.element.bits == 4:  # packed in pairs along the contraction
+    codes = codes_of(weight, after)
+    if dim == codes.dim:
+        return codes
+    bits = codes.spec.fmt.element.bits
+    if bits == 4:  # packed in pairs along the contraction
         return replace(codes, data=pack_fp4(unpack_fp4(codes.data, codes.shape[1], 1), 0), dim=0)
-    return replace(codes, dim=dim)
+    return replace(codes, data=turned_codes(codes.data, after).t() if bits == 8 else codes.data, dim=0)
+
+
+def _once_known(x: Tensor, after: Tensor | None) -> Tensor:
+    """A copy of ``x`` that a compiler cannot make before it knows ``after``; outside of one ``x`` itself."""
+    if after is None or not torch.compiler.is_compiling():
+        return x
+    return torch.ops.narrowgate.once_known(x, after)
+
+
+def _copied(x: Tensor, after: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _copied_fake(x: Tensor, after: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+_LIBRARY.define("once_known(Tensor x, Tensor after) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+for _key in ("CPU", "CUDA"):
+    _LIBRARY.impl("once_known", _copied, _key)
+torch.library.register_fake("narrowgate::once_known", _copied_fake, lib=_LIBRARY)
 
 
 def _part(weight: CodedWeight, part: str) -> Tensor:

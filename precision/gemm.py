@@ -13,7 +13,6 @@ from torch import Tensor
 
 from .config import GemmConfig
 from .quantization import QuantizedTensor
-from .turning import turned_codes
 
 #: Both sides of an FP8 GEMM and its contraction are multiples of this many elements.
 _ALIGNMENT = 16
@@ -96,8 +95,6 @@ def _scale(operand: QuantizedTensor) -> Tensor:
 def _codes(operand: QuantizedTensor) -> Tensor:
     """The FP8 codes as [rows, contraction], contiguous along the contraction, padded with zeros to multiples of 16."""
     codes = operand.data if operand.dim == 1 else operand.data.t()
-    if not codes.is_contiguous() and operand.data.is_contiguous():
-        codes = turned_codes(operand.data)
     missing = [-size % _ALIGNMENT for size in codes.shape]
     if any(missing):
         # F.pad knows no FP8 dtype; a zero byte is +0 in both.

@@ -235,7 +235,7 @@ class _LinearFunction(torch.autograd.Function):
                 dx = _multiply_kept(dy_dgrad, weight, ctx.kept, state, "dgrad", ctx.x_dtype)
             elif dy_dgrad is not None:
                 if ctx.dense_weight:
-                    weight = prepare(weight, 0, "dgrad", 1, state, draw, recording)
+                    weight = prepare(weight, 0, "dgrad", 1, state, draw, recording, after=dy)
                 dx = _multiply(dy_dgrad, weight, state, "dgrad", ctx.x_dtype)
             if dy_wgrad is not None:
                 dw = _multiply(dy_wgrad, x_wgrad, state, "wgrad", ctx.weight_dtype)

@@ -24,7 +24,14 @@ Operand = Tensor | QuantizedTensor
 
 
 def prepare(
-    x: Tensor, dim: int, path: str, position: int, state: LayerState, draw: Tensor | None, recording: bool
+    x: Tensor,
+    dim: int,
+    path: str,
+    position: int,
+    state: LayerState,
+    draw: Tensor | None,
+    recording: bool,
+    after: Tensor | None = None,
 ) -> Operand:
     """Bring ``x``, contracted over ``dim`` (one of its last two axes), into the format of one operand of one path.
 
@@ -36,8 +43,9 @@ def prepare(
         state: the layer's.
         draw: the forward's number; needed where the operand is rounded stochastically.
         recording: whether a delayed scale's history takes this amax in.
+        after: of a weight that was gathered as codes, see :func:`narrowgate.precision.gathered.operand_of`.
     """
-    return _prepare(x, dim, path, position, state, draw, recording, summed=False)[0]
+    return _prepare(x, dim, path, position, state, draw, recording, summed=False, after=after)[0]
 
 
 def _prepare(
@@ -50,6 +58,7 @@ def _prepare(
     recording: bool,
     *,
     summed: bool,
+    after: Tensor | None = None,
 ) -> tuple[Operand, Tensor | None]:
     """:func:`prepare`, and with ``summed`` the sums of the columns of ``x``, where a cast gives them."""
     use = (path, position)
@@ -57,12 +66,12 @@ def _prepare(
     spec = _spec(state, use)
     source: Tensor | None = x
     if isinstance(x, CodedWeight):
-        source, held = None if torch.compiler.is_compiling() else x.source(), operand_of(x, spec, dim)
+        source, held = None if torch.compiler.is_compiling() else x.source(), operand_of(x, spec, dim, after)
         if held is not None:
             if not torch.compiler.is_compiling():
                 _tell(state, use, source, held)
             return held, None
-        x = codes_of(x).dequantize()
+        x = codes_of(x, after).dequantize()
     if spec.high_precision and not spec.sr:
         dense = x.to(torch_dtype(spec.fmt.element))
     else:

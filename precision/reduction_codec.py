@@ -239,7 +239,7 @@ def _bytes(values: Tensor) -> Tensor:
 
 def _quantize(buffer: Tensor, piece: Piece, spec: Spec, seed: Tensor | None) -> QuantizedTensor:
     parts = buffer[:, piece.start : piece.stop]
-    if 1 < len(parts) <= _JOINED and parts.is_cuda:
+    if 1 < len(parts) <= _JOINED and parts.is_cuda and not parts.is_contiguous():
         parts = torch.cat(parts.unbind())  # a copy of wide loads, where one kernel of two strides has narrow ones
     whole = parts.reshape(-1, piece.columns)
     quantized, _ = quantize_both(whole, Request(spec, seed), None)

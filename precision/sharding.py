@@ -171,12 +171,21 @@ class ShardedWeight(CodedWeight):
 
     def _quantized(self, first: int, reaches: str | None, amax: Tensor | None) -> QuantizedTensor:
         """This rank's codes: made in a forward, kept until the backward that gathers them again, then let go of."""
+        # Nobody tells a hook whether it gathers for a training: FSDP2 calls it without gradients in any case.
         backward = torch._C._current_graph_task_id() != -1
         kept, self._known.codes = self._known.codes, None
-        if backward and kept is not None and kept[1] == self._rows._version:
-            return kept[0]
+        if backward and kept is not None:
+            quantized, version = kept
+            if version == self._rows._version:
+                _used_here(quantized)
+                return quantized
+            if reaches is not None:  # other ranks send codes of the scale that was
+                raise NarrowgateError(
+                    f"layer '{self._name}': this rank's rows were written to between a forward and its backward: "
+                    "write to the parameter"
+                )
         made = quantize_rows(self._rows.detach(), self._spec, self._full, first, reaches, amax)
-        if not backward and torch.is_grad_enabled():
+        if not backward and not torch.is_inference_mode_enabled():
             self._known.codes = made, self._rows._version
         return made
 
@@ -350,6 +359,13 @@ def _own_amaxes(shards: list[tuple[ShardedWeight, int, str]]) -> list[tuple[Shar
         if local._spec.granularity != "tensor":
             found.append((local, own_amax(local._rows.detach(), local._spec, local._full, first, reaches)))
     return found
+
+
+def _used_here(quantized: QuantizedTensor) -> None:
+    """Tell the allocator that this stream reads what another one may have made."""
+    for tensor in (quantized.data, quantized.scale, quantized.tensor_scale):
+        if tensor is not None and tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream())
 
 
 def _bytes(x: Tensor) -> Tensor:

@@ -95,7 +95,7 @@ def launch_sum(
     Args:
         codes: [ranks, rows * columns] of FP8 or BF16; a rank's are contiguous.
         scales: FP32 [ranks, n], a rank's contiguous; None where there are none.
-        out: [rows * columns], contiguous, of any floating dtype.
+        out: [rows * columns], contiguous, of a floating dtype; sums are FP32 before they are rounded to it.
         columns: of a row.
         block: rows and columns that share a scale; None for a row of any length.
         tensor: whether there is one scale for all of a rank's elements.

@@ -12,12 +12,15 @@ import torch
 import torch.distributed as dist
 from functorch.compile import nop
 from narrowgate.gates.sharded import shard
+from narrowgate.precision import sharding
+from narrowgate.precision.layer import layer_state
 from narrowgate.recipes import Recipe, apply_recipe
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
 class Block(nn.Module):
@@ -125,3 +128,64 @@ def test_units_of_gathered_codes_are_whole_graphs_forward_and_backward(
         assert b is not None
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("weight", "gather", "shards"),
+    [
+        ("fp8_e4m3", "fp8_e4m3", {}),
+        ("fp8_e4m3/row", "fp8_e4m3/row", {"requantize": True}),
+        ("mxfp8/32x32", "mxfp8/32x32", {}),
+        ("nvfp4/16x16", "nvfp4/16x16", {}),
+    ],
+)
+def test_nothing_made_of_a_gathered_weight_outlives_the_forward(
+    one_rank: None, weight: str, gather: str, shards: dict[str, Any]
+) -> None:
+    """Backward makes it anew of what FSDP2 gathers again: kept, it would be a whole weight a layer on every rank."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 128))
+    apply_recipe(model, _recipe(weight, gather, **shards))
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and weight == "fp8_e4m3":
+            layer_state(module).native = dict.fromkeys(("fprop", "dgrad", "wgrad"), True)
+    model.compile(backend="aot_eager_decomp_partition", fullgraph=True)
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)), reshard_after_forward=True)
+    kept: list[Tensor] = []
+
+    def pack(x: Tensor) -> Tensor:
+        inner = [getattr(x, name) for name in x.__tensor_flatten__()[0]] if hasattr(x, "__tensor_flatten__") else [x]
+        kept.extend(inner)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        y = model(torch.randn(4, 128, requires_grad=True))
+    alive = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in kept}
+    assert alive
+    assert sum(alive.values()) < 256 * 128 // 2, "a weight's codes are this many bytes, or half as many"
+    y.sum().backward()
+    torch._dynamo.reset()
+
+
+def test_a_backward_gathers_the_codes_that_its_forward_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP2's own calls, of one of two ranks whose collectives do nothing."""
+    made: list[Any] = []
+    quantize_rows = sharding.quantize_rows
+    monkeypatch.setattr(sharding, "quantize_rows", lambda *args: made.append(args) or quantize_rows(*args))
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        model = nn.Sequential(Block(), Block())
+        apply_recipe(model, _recipe("fp8_e4m3", "fp8_e4m3"))
+        mesh = init_device_mesh("cpu", (2,))
+        for block in model:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(2):
+            for micro_batch in range(2):
+                model(torch.randn(8, 16)).sum().backward()
+                assert len(made) == 4 * (2 * step + micro_batch + 1), "four layers"
+            optimizer.step()
+    finally:
+        dist.destroy_process_group()

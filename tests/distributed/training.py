@@ -150,8 +150,8 @@ def noted_codes(found: list[Codes]) -> Iterator[None]:
     """Note each operand that a layer takes from a gathered weight as it is."""
     taken = operands.operand_of
 
-    def operand_of(weight: CodedWeight, spec: Spec, dim: int) -> QuantizedTensor | None:
-        codes = taken(weight, spec, dim)
+    def operand_of(weight: CodedWeight, spec: Spec, dim: int, after: Tensor | None = None) -> QuantizedTensor | None:
+        codes = taken(weight, spec, dim, after)
         if codes is not None and isinstance(weight, GatheredWeight):
             found.append(codes_of(codes))
         return codes

@@ -140,6 +140,8 @@ def test_without_a_lowered_layer_the_step_alone_decides_on_what_travels_and_on_t
     [
         ("shards: {reduce_scatter: bf16}", "no_modules"),
         ("optimizer: {state: bf16+sr}", "no_modules"),
+        ("optimizer: {keep_weights: true}", "no_gpu"),
+        ("shards: {all_gather: fp8_e4m3}", "no_gpu"),
         ("", "no_gpu"),
         (
             "shards: {reduce_scatter: bf16}\nrules: [{layers: body, fprop: {input: fp8_e4m3, weight: fp8_e4m3}}]",

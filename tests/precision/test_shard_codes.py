@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from narrowgate.precision import Spec, quantize, shard_codes, sharding
+from narrowgate.precision.errors import NarrowgateError
 from narrowgate.precision.shard_codes import own_amax, quantize_rows, reach
 
 SPECS = ["fp8_e4m3", "fp8_e5m2+pow2", "fp6_e2m3", "fp4_e2m1/128x128", "fp8_e4m3/row", "fp8_e4m3/1x16",
@@ -96,6 +97,7 @@ def test_a_backward_gathers_the_codes_that_its_forward_made(monkeypatch):
     shard = sharding.ShardedWeight(rows, Spec.parse("fp8_e4m3/row"), (8, 24), "layer")
     mesh = _Mesh()
 
+    @torch.no_grad()  # as FSDP2 calls it
     def sent() -> torch.Tensor:
         return shard.fsdp_pre_all_gather(mesh)[0][0]
 
@@ -114,13 +116,29 @@ def test_a_backward_gathers_the_codes_that_its_forward_made(monkeypatch):
     assert len(made) == 1
     step()
     assert len(made) == 2  # another forward makes its own, whatever was written past all counters
-    with torch.no_grad():
-        sent()
     step(lambda: rows.mul_(-1.0))
-    assert len(made) == 5  # a write between the two is seen
+    assert len(made) == 4  # a write between the two is seen
     assert torch.equal(step()[1], quantize(rows, "fp8_e4m3/row").data.view(torch.uint8))
     step(lambda: torch.Tensor.mul_(shard, 2.0))
-    assert len(made) == 8
-    with torch.no_grad():
-        sent()  # an evaluation keeps nothing
+    assert len(made) == 7
     assert shard._known.codes is None
+    with torch.inference_mode():
+        sent()
+    assert shard._known.codes is None
+    sent()
+    torch.Tensor.mul_(shard, 2.0)
+    assert shard._known.codes is None
+
+
+def test_codes_of_a_scale_that_ranks_share_cannot_change_on_one_of_them(monkeypatch):
+    """Others decode what this rank sends by the scale that was."""
+    monkeypatch.setattr(sharding, "_reduce", lambda amax, group: None)
+    monkeypatch.setattr(_Mesh, "get_group", lambda self: None, raising=False)
+    rows = torch.randn(4, 24)
+    shard = sharding.ShardedWeight(rows, Spec.parse("fp8_e4m3"), (8, 24), "layer")
+    shard.fsdp_pre_all_gather(_Mesh())
+    rows.mul_(2.0)
+    y = (torch.ones(2, requires_grad=True) * 2).sum()
+    y.register_hook(lambda grad: shard.fsdp_pre_all_gather(_Mesh()) and None)
+    with pytest.raises(NarrowgateError, match="layer 'layer': this rank's rows were written to"):
+        y.backward()

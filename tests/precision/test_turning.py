@@ -42,4 +42,4 @@ def test_codes_within_a_buffer_of_others(device):
 def test_what_compilers_are_told(shape):
     operator = torch.ops.narrowgate.turned_codes
     # Not FP8: the check adds up what it compares.
-    torch.library.opcheck(operator, (codes(shape, torch.uint8),), test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(operator, (codes(shape, torch.uint8), None), test_utils=("test_schema", "test_faketensor"))
