@@ -155,8 +155,8 @@ def test_nothing_made_of_a_gathered_weight_outlives_the_forward(
     kept: list[Tensor] = []
 
     def pack(x: Tensor) -> Tensor:
-        inner = [getattr(x, name) for name in x.__tensor_flatten__()[0]] if hasattr(x, "__tensor_flatten__") else [x]
-        kept.extend(inner)
+        flatten = getattr(x, "__tensor_flatten__", None)
+        kept.extend([x] if flatten is None else [getattr(x, name) for name in flatten()[0]])
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
