@@ -58,7 +58,7 @@ def codes_of(weight: CodedWeight, after: Tensor | None = None) -> QuantizedTenso
     """The codes and scales of a whole weight [N, K], contracted over K; ``after`` as for :func:`operand_of`."""
     spec, shape = weight._spec, (weight.shape[0], weight.shape[1])
     if not isinstance(weight, GatheredWeight):
-        return quantize_rows(_once_known(_part(weight, _ROWS), after).detach(), spec, shape, 0, None, None)
+        return quantize_rows(_part(weight, _ROWS).detach(), spec, shape, 0, None, None)
     scale = _once_known(_part(weight, _SCALE), after)
     tensor_scale = _part(weight, _TENSOR_SCALE) if spec.fmt.tensor_scale else None
     scale = as_e8m0(scale) if scale.dtype == torch.uint8 else scale
@@ -77,8 +77,8 @@ def operand_of(weight: CodedWeight, spec: Spec, dim: int, after: Tensor | None =
         weight: the weight, whole.
         spec: what is asked for.
         dim: the axis that the operand is contracted over; codes of a byte lie contiguous along it, for matrix units.
-        after: what must be known before anything is made of the codes: a gradient, in backward. A compiler that may
-            choose would make it in forward and keep it, whole, while FSDP2 has let go of what was gathered.
+        after: what must be known before anything is made of codes that were gathered: a gradient, in backward. A
+            compiler that may choose would make it in forward and keep it, whole, while FSDP2 lets go of the codes.
     """
     if not serves(weight._spec, spec, dim):
         return None
@@ -88,7 +88,10 @@ def operand_of(weight: CodedWeight, spec: Spec, dim: int, after: Tensor | None =
     bits = codes.spec.fmt.element.bits
     if bits == 4:  # packed in pairs along the contraction
         return replace(codes, data=pack_fp4(unpack_fp4(codes.data, codes.shape[1], 1), 0), dim=0)
-    return replace(codes, data=turned_codes(codes.data, after).t() if bits == 8 else codes.data, dim=0)
+    if bits == 8:
+        gathered = isinstance(weight, GatheredWeight)
+        return replace(codes, data=turned_codes(codes.data, after if gathered else None).t(), dim=0)
+    return replace(codes, dim=0)
 
 
 def _once_known(x: Tensor, after: Tensor | None) -> Tensor:

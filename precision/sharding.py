@@ -67,6 +67,10 @@ class _Known:
     #: Codes that a forward's gather made, for the same weight's gather in backward, and at which version.
     codes: tuple[QuantizedTensor, int] | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy, and a file, need no codes.
+        return {name: value for name, value in vars(self).items() if name != "codes"}
+
 
 class ShardedWeight(CodedWeight):
     """A weight [N, K], or one rank's rows of it, in its master dtype; gathered as ``spec``.
@@ -170,22 +174,19 @@ class ShardedWeight(CodedWeight):
         return rows, first
 
     def _quantized(self, first: int, reaches: str | None, amax: Tensor | None) -> QuantizedTensor:
-        """This rank's codes: made in a forward, kept until the backward that gathers them again, then let go of."""
+        """This rank's codes: made in a forward, kept until the backward that gathers them again, then let go of.
+
+        Not under a scale that other ranks share: of what is written to one rank's rows in between only that rank
+        knows, and all must send codes of one scale.
+        """
         # Nobody tells a hook whether it gathers for a training: FSDP2 calls it without gradients in any case.
         backward = torch._C._current_graph_task_id() != -1
         kept, self._known.codes = self._known.codes, None
-        if backward and kept is not None:
-            quantized, version = kept
-            if version == self._rows._version:
-                _used_here(quantized)
-                return quantized
-            if reaches is not None:  # other ranks send codes of the scale that was
-                raise NarrowgateError(
-                    f"layer '{self._name}': this rank's rows were written to between a forward and its backward: "
-                    "write to the parameter"
-                )
+        if backward and kept is not None and kept[1] == self._rows._version:
+            _used_here(kept[0])
+            return kept[0]
         made = quantize_rows(self._rows.detach(), self._spec, self._full, first, reaches, amax)
-        if not backward and not torch.is_inference_mode_enabled():
+        if reaches is None and not backward and not torch.is_inference_mode_enabled():
             self._known.codes = made, self._rows._version
         return made
 

@@ -176,7 +176,7 @@ def test_a_backward_gathers_the_codes_that_its_forward_made(monkeypatch: pytest.
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:
         model = nn.Sequential(Block(), Block())
-        apply_recipe(model, _recipe("fp8_e4m3", "fp8_e4m3"))
+        apply_recipe(model, _recipe("fp8_e4m3/row", "fp8_e4m3/row", requantize=True))
         mesh = init_device_mesh("cpu", (2,))
         for block in model:
             fully_shard(block, mesh=mesh)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 from narrowgate.precision import Spec, quantize, shard_codes, sharding
-from narrowgate.precision.errors import NarrowgateError
 from narrowgate.precision.shard_codes import own_amax, quantize_rows, reach
 
 SPECS = ["fp8_e4m3", "fp8_e5m2+pow2", "fp6_e2m3", "fp4_e2m1/128x128", "fp8_e4m3/row", "fp8_e4m3/1x16",
@@ -130,15 +132,28 @@ def test_a_backward_gathers_the_codes_that_its_forward_made(monkeypatch):
     assert shard._known.codes is None
 
 
-def test_codes_of_a_scale_that_ranks_share_cannot_change_on_one_of_them(monkeypatch):
-    """Others decode what this rank sends by the scale that was."""
+def test_under_a_scale_that_ranks_share_a_backward_makes_codes_anew(monkeypatch):
+    """Other ranks may not know that this one was written to, and send codes of one scale with it."""
     monkeypatch.setattr(sharding, "_reduce", lambda amax, group: None)
     monkeypatch.setattr(_Mesh, "get_group", lambda self: None, raising=False)
-    rows = torch.randn(4, 24)
-    shard = sharding.ShardedWeight(rows, Spec.parse("fp8_e4m3"), (8, 24), "layer")
-    shard.fsdp_pre_all_gather(_Mesh())
-    rows.mul_(2.0)
-    y = (torch.ones(2, requires_grad=True) * 2).sum()
-    y.register_hook(lambda grad: shard.fsdp_pre_all_gather(_Mesh()) and None)
-    with pytest.raises(NarrowgateError, match="layer 'layer': this rank's rows were written to"):
+    for write in (lambda rows: None, lambda rows: rows.mul_(2.0)):
+        rows = torch.randn(4, 24)
+        shard = sharding.ShardedWeight(rows, Spec.parse("fp8_e4m3"), (8, 24), "layer")
+        found = [shard.fsdp_pre_all_gather(_Mesh())]
+        y = (torch.ones(2, requires_grad=True) * 2).sum()
+        y.register_hook(lambda grad, shard=shard, found=found: found.append(shard.fsdp_pre_all_gather(_Mesh())))
+        write(rows)
         y.backward()
+        assert shard._known.codes is None
+        (codes,), (scale, _) = found[1]
+        whole = quantize(rows, "fp8_e4m3")
+        assert torch.equal(codes, whole.data.view(torch.uint8))
+        assert torch.equal(scale, whole.scale)
+
+
+def test_copies_of_a_shard_have_no_codes():
+    shard = sharding.ShardedWeight(torch.randn(4, 24), Spec.parse("fp8_e4m3/row"), (8, 24), "layer")
+    shard.fsdp_pre_all_gather(_Mesh())
+    assert shard._known.codes is not None
+    assert copy.deepcopy(shard._known).codes is None
+    assert pickle.loads(pickle.dumps(shard._known)).codes is None
