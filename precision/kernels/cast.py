@@ -152,7 +152,7 @@ def cast_kernel(
     it saw in a row of ``sums``; of more than two results side by side, each tile does. Codes rounded
     stochastically are stored by fours where WORDS says that columns, and turned ones by twos where PAIRS says that rows
     allow it. With ALONE each result side by side has programs of its own, next to each other: they read the same
-    leaves, the second time from L2, and half the registers let twice as many of them share a multiprocessor.
+    leaves, which the second can find in L2, and with half the registers more of them share a multiprocessor.
     """
     pid_m, pid_n = tl.program_id(0), tl.program_id(1)
     own_piece = pid_m % PIECES

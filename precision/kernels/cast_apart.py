@@ -1,8 +1,10 @@
 """The FP8 cast by blocks of 1x128 both ways, each operand by programs of its own.
 
-A tile of 128 x 128 with both operands leaves a multiprocessor room for two programs, which wait more than they compute.
-Here eight programs take it, four with 32 rows each for the operand contracted over columns and four with 32 columns
-each for the other. They follow one another, so that the values come from memory once, and from L2 the second time.
+A tile of 128 x 128 with both operands leaves a multiprocessor room for two programs of eight warps. Here eight programs
+of four warps take it, four with 32 rows each for the operand contracted over columns and four with 32 columns each for
+the other. They follow one another, so that the second reading of the values can find them in L2.
+
+The arguments are those of :func:`~narrowgate.precision.kernels.cast.cast_kernel`, in its place: one launch serves both.
 """
 
 # Triton comes with CUDA builds of PyTorch only, and its decorator hides what a kernel takes.

@@ -1,4 +1,4 @@
-"""Launching the cast kernels: tensors in, tensors out, and the tile sizes for a shape.
+"""Launching the cast kernels: tensors in, tensors out.
 
 Deciding what to launch costs Python ten times what a small kernel costs the device, so it is done once for each
 combination of program, formats, shapes and layouts and kept (:class:`_Cast`). What is left for each call is to
@@ -23,6 +23,15 @@ from ..stochastic import random_bits
 from . import tuning
 from .cast import amax_kernel, cast_kernel
 from .cast_apart import cast_apart_kernel
+from .cast_tiles import (
+    AMAX_PROGRAMS,
+    AMAX_TILE,
+    APART_TILE,
+    CAST_PROGRAMS,
+    fitted,
+    operands_apart,
+    usual_tile,
+)
 from .compiled import Launch, most_registers, scale_launch, sums_launch
 from .device import current_for
 from .leaves import LeafLayout
@@ -33,22 +42,6 @@ from .program import Program, along_function, tile_function
 #: Triton's interpreter converts to FP8 by truncation: there every rounding is done by steps.
 _INTERPRETED = triton.knobs.runtime.interpret
 _NEAREST, _PHILOX, _GIVEN = 0, 1, 2
-#: Rows and columns of a tile, the most tiles a program takes, and warps; where no choice is known (see ``tuning``).
-AMAX_TILE = (64, 128, 64, 4)
-CAST_TILE = (32, 128, 1, 4)
-#: Where instructions are what limits a cast, finding a tensor's scale is worth sharing.
-STOCHASTIC_TILE = (32, 128, 2, 4)
-#: With a history each program ends in a fence, so there are fewer of them.
-HISTORY_TILE = (32, 128, 4, 4)
-#: An RMS is found by each program anew, in FP64, from partial sums: by fewer of them still.
-RMS_TILE = (32, 128, 8, 4)
-#: Blocks of 128 need tiles of 128: by eight warps, of which two programs should fit a multiprocessor.
-BLOCK_TILE = (128, 128, 1, 8)
-#: Of a program with one of two operands by blocks of 1x128, for the one contracted over columns; the other's is turned.
-APART_TILE = (32, 128, 1, 4)
-#: Programs that keep every multiprocessor of a large GPU busy several times over: where there are more tiles than that,
-#: a program takes several.
-_AMAX_PROGRAMS, _CAST_PROGRAMS = 512, 2048
 CACHED = 4096
 #: Addresses of what a kernel does not read.
 _NO_INPUTS, _NO_STATE = (0,) * 6, (0,) * 4
@@ -94,7 +87,7 @@ class _Cast:
         padded = 0 if history is None else triton.next_power_of_2(history)
         self.history_length = history or 0
 
-        bm, bn, loop, warps = self._tile(self.tiles.get("amax", AMAX_TILE), _AMAX_PROGRAMS)
+        bm, bn, loop, warps = fitted(self.tiles.get("amax", AMAX_TILE), self.count, self.width, AMAX_PROGRAMS)
         grid = (triton.cdiv(self.count, bm * loop), triton.cdiv(self.width, bn))
         even = self.count % (bm * loop) == 0 and self.width % bn == 0
         by_tensor, by_row, by_column = "tensor" in granularities, granularities[0] == "row", granularities[1] == "row"
@@ -132,11 +125,11 @@ class _Cast:
         blocked = any(spec.block is not None for spec in specs)
         if self.program.pieces > 1 and blocked:
             assert self.width % 128 == 0, "blocks do not reach over two results"
-        usual = self._cast_tile(blocked, history is not None)
-        bm, bn, loop, warps = self._tile(self.tiles.get("cast", usual), _CAST_PROGRAMS)
+        usual = usual_tile(operands, history=history is not None)
+        bm, bn, loop, warps = fitted(self.tiles.get("cast", usual), self.count, self.width, CAST_PROGRAMS)
         even = self.count % (bm * loop) == 0 and self.width % bn == 0
         self.modes = [self._random_mode(operand) for operand in operands]
-        by_operand = self._by_operand(operands, history)
+        by_operand = history is None and not self.summed and operands_apart(self.program, operands)
         if by_operand:
             bm, bn, loop, warps = APART_TILE
             even = self.count % 128 == self.width % 128 == 0
@@ -209,32 +202,6 @@ class _Cast:
             for name, k in kernels.items()
             if k is not None
         }
-
-    def _cast_tile(self, blocked: bool, history: bool) -> tuple[int, int, int, int]:
-        operands = [operand for operand in (self.rows, self.columns) if operand is not None]
-        stochastic = any(operand.spec.sr for operand in operands)
-        limited = any(operand.clip[0] == RMS_LIMIT for operand in operands)
-        if blocked:
-            bm, bn, loop, warps = BLOCK_TILE
-            return bm, bn, 4 if limited else loop, warps
-        if limited:
-            return RMS_TILE
-        if history:
-            return HISTORY_TILE
-        shared = stochastic and any(operand.spec.granularity == "tensor" for operand in operands)
-        return STOCHASTIC_TILE if shared else CAST_TILE
-
-    def _tile(self, tile: tuple[int, int, int, int], programs: int) -> tuple[int, int, int, int]:
-        """``tile`` with as many tiles a program as leave about ``programs`` of them."""
-        bm, bn, most, warps = tile
-        tiles = triton.cdiv(self.count, bm) * triton.cdiv(self.width, bn)
-        return bm, bn, max(1, min(most, tiles // programs)), warps
-
-    def _by_operand(self, operands: Sequence[Operand | None], history: int | None) -> bool:
-        """Whether each operand has programs of its own: 1x128 both ways, of values that need not be computed."""
-        plain = not self.program.instructions and self.program.pieces == 1 and not self.summed and history is None
-        both = [o for o in operands if o is not None and o.spec.granularity == "1x128" and o.clip[0] == NO_LIMIT]
-        return plain and len(both) == 2
 
     def _apart(self, leaves: Sequence[Tensor]) -> bool:
         if _INTERPRETED:

@@ -34,12 +34,17 @@ _NOT_KERNELS = (
     "__init__.py",
     "adam.py",
     "adam_codes.py",
+    "adam_together.py",
+    "cast_tiles.py",
     "launch.py",
     "leaves.py",
     "operands.py",
     "reference.py",
+    "roll.py",
+    "sum_codes.py",
     "tile_cache.py",
     "tuning.py",
+    "turn.py",
     "write.py",
 )
 _KERNELS = Path(__file__).resolve().parent

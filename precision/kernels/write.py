@@ -18,9 +18,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ..cast_operators import matrix
+from .cast_tiles import CAST_TILE
 from .compiled import Launch
 from .device import current_for
-from .launch import CACHED, CAST_TILE
+from .launch import CACHED
 from .leaves import LeafLayout
 from .operands import empty
 from .program import Program, tile_function

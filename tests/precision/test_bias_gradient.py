@@ -71,7 +71,7 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each program takes several tiles, which on matrices this small it would not."""
     from narrowgate.precision.kernels import launch
 
-    for name in ("_AMAX_PROGRAMS", "_CAST_PROGRAMS"):
+    for name in ("AMAX_PROGRAMS", "CAST_PROGRAMS"):
         monkeypatch.setattr(launch, name, 1)
     monkeypatch.setattr(launch, "_casts", {})
 

@@ -199,7 +199,7 @@ def test_a_delayed_scale_follows_its_history_as_the_reference_does():
 def test_a_program_of_several_tiles_counts_what_saturates_in_each(text, sides, monkeypatch):
     from narrowgate.precision.kernels import launch
 
-    monkeypatch.setattr(launch, "_CAST_PROGRAMS", 1)
+    monkeypatch.setattr(launch, "CAST_PROGRAMS", 1)
     monkeypatch.setattr(launch, "_casts", {})
     spec = Spec.parse(text)
     ours, theirs = AmaxHistory(4, DEVICE), AmaxHistory(4, DEVICE)
@@ -321,7 +321,7 @@ def compare_codes(found, expected):
 def test_leaves_that_rows_or_columns_share_scale_every_tile(shape, rows, monkeypatch):
     from narrowgate.precision.kernels import launch
 
-    for name in ("_AMAX_PROGRAMS", "_CAST_PROGRAMS"):
+    for name in ("AMAX_PROGRAMS", "CAST_PROGRAMS"):
         monkeypatch.setattr(launch, name, 1)
     monkeypatch.setattr(launch, "_casts", {})
     x, m, n = values(shape), values((shape[0], 1), torch.float32, 1), values((1, shape[1]), seed=2)[0]

@@ -207,8 +207,8 @@ def test_no_bit_depends_on_a_tile(name, shape, monkeypatch):
     from narrowgate.precision.kernels import launch
 
     # Several tiles a program even where the matrix is small.
-    monkeypatch.setattr(launch, "_AMAX_PROGRAMS", 1)
-    monkeypatch.setattr(launch, "_CAST_PROGRAMS", 1)
+    monkeypatch.setattr(launch, "AMAX_PROGRAMS", 1)
+    monkeypatch.setattr(launch, "CAST_PROGRAMS", 1)
     rows, columns = CASTS[name]
     x = (torch.randn(shape) * torch.exp(3 * torch.randn(shape))).to(torch.bfloat16)
     keys = [torch.tensor(seed) for seed in (11, 12)]
