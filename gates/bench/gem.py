@@ -25,8 +25,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch._functorch.config as functorch
 from torch import nn
 
+from ...models.checkpointing import checkpoint_activations
 from ...models.task import GemTask
 from ...precision.errors import NarrowgateError
 from .. import statistics
@@ -231,7 +233,7 @@ def _ready(
             skip(arm, f"{spent:.0f} of {settings.seconds:g} s were over before its turn", fault=False)
             continue
         try:
-            running[arm.name] = _make(arm, task, batches, settings)
+            running[arm.name] = make_running(arm, task, batches, settings)
         except Exception as error:  # whatever a library raises while it compiles, or an arm that does not fit
             if not number:
                 raise
@@ -275,13 +277,20 @@ def _fits(running: Iterable[Running], settings: GemSettings) -> bool:
     return torch.cuda.mem_get_info(settings.device)[0] > _HEADROOM * largest
 
 
-def _make(arm: GemArm, task: GemTask, batches: Sequence[Any], settings: GemSettings) -> Running:
+def make_running(arm: GemArm, task: GemTask, batches: Sequence[Any], settings: GemSettings) -> Running:
+    """Build, compile and warm up one arm, whose step ``i`` takes the batch ``i`` modulo their number.
+
+    Raises:
+        NarrowgateError: its first loss is not finite.
+    """
     began = time.perf_counter()
     before = torch.cuda.memory_allocated(settings.device) if settings.gpu else 0
     own = arm.task(task)
     seed_generators(0)
     model = own.build_model().to(settings.device).train()
     plan = arm.prepare(own, model)
+    if arm.checkpoint:
+        checkpoint_activations(model, arm.checkpoint)
     optimizer = make_optimizer(own, model)
     if plan is not None:
         optimizer = plan.wrap_optimizer(optimizer, keep_weights=arm.keep_weights)
@@ -289,7 +298,7 @@ def _make(arm: GemArm, task: GemTask, batches: Sequence[Any], settings: GemSetti
     losses: list[torch.Tensor] = []
 
     def step(i: int) -> None:
-        with determinism(arm.deterministic):
+        with determinism(arm.deterministic), functorch.patch(activation_memory_budget=arm.memory_budget):
             with arithmetic.context():
                 loss = own.loss(forward, batches[i % len(batches)])
             loss.backward()

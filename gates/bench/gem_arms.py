@@ -48,6 +48,10 @@ class GemArm:
     model: Mapping[str, Any] = field(default_factory=dict)
     #: Under ``torch.use_deterministic_algorithms``.
     deterministic: bool = False
+    #: What layers recompute in backward: see :func:`narrowgate.models.checkpointing.checkpoint_activations`.
+    checkpoint: Mapping[str, str] = field(default_factory=dict)
+    #: Share of the activations that compiled code may keep (``torch.compile``'s own budget).
+    memory_budget: float = 1.0
     #: Overrides whether the recipe has weights quantized once a step (``plan.wrap_optimizer(keep_weights=...)``).
     keep_weights: bool | None = None
 
@@ -97,6 +101,9 @@ def _peer(backend: str, where: Callable[[GemTask], str], x: str, grad: str, **pa
     return prepare
 
 
+#: What is cheap to repeat: all of a region but, in the interaction, its products.
+_CHECKPOINT = {"cross": "all", "sequence": "all", "interaction": "pointwise"}
+_SAVE = {"save": "fp8_e4m3/row"}
 _TENSOR, _ROW = ("fp8_e4m3", "fp8_e5m2"), ("fp8_e4m3/row+pow2", "fp8_e4m3/row+pow2")
 _DELAYED = ("fp8_e4m3+delayed(16)", "fp8_e5m2+delayed(16)")
 _GW_HP: dict[str, Any] = {"dgrad": {"grad": _ROW[1], "weight": "fp8_e4m3+pow2"}, "wgrad": "bf16"}
@@ -113,8 +120,16 @@ _ARMS = (
     GemArm("gem-fp8", "narrowgate", "gem-fp8", _recipe("gem-fp8", "native")),
     GemArm("gem-fp8-kept", "narrowgate", "gem-fp8, weights kept", _recipe("gem-fp8", "native"), keep_weights=True),
     GemArm("gem-fp8-lean", "narrowgate", "gem-fp8, activations and optimizer state in 8 bits",
-           _recipe("gem-fp8", "native", activations={"save": "fp8_e4m3/row"},
-                   optimizer={"state": "fp8_e4m3/1x128+sr"})),
+           _recipe("gem-fp8", "native", activations=_SAVE, optimizer={"state": "fp8_e4m3/1x128+sr"})),
+    GemArm("gem-fp8-saved", "narrowgate", "gem-fp8, activations in 8 bits",
+           _recipe("gem-fp8", "native", activations=_SAVE)),
+    GemArm("bf16-checkpointed", "bf16", "checkpointed", checkpoint=_CHECKPOINT),
+    GemArm("bf16-budget", "bf16", "half the activations", memory_budget=0.5),
+    # What is run again in backward needs the same weights: they are quantized once for both.
+    GemArm("gem-fp8-checkpointed", "narrowgate", "gem-fp8, checkpointed", _recipe("gem-fp8", "native"),
+           checkpoint=_CHECKPOINT, keep_weights=True),
+    GemArm("gem-fp8-saved-checkpointed", "narrowgate", "gem-fp8, activations in 8 bits, checkpointed",
+           _recipe("gem-fp8", "native", activations=_SAVE), checkpoint=_CHECKPOINT, keep_weights=True),
     GemArm("torchao-tensorwise", "torchao", "tensorwise", _peer("torchao", _eligible, *_TENSOR), may_fail=True),
     GemArm("torchao-tensorwise-large", "torchao", "tensorwise, large layers",
            _peer("torchao", _large, *_TENSOR), may_fail=True),

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from narrowgate.gates.attribution import kernel_class
-from narrowgate.gates.bench import gem, gem_attention, gem_loop
+from narrowgate.gates.bench import gem, gem_attention, gem_balance, gem_loop
 from narrowgate.gates.bench.gem_arms import ARMS, GemArm, pick_arms
 from narrowgate.gates.speed import BlockTime, StepFunction
 from narrowgate.models import GemConfig, GemTask
@@ -52,7 +52,7 @@ def test_every_part_runs_on_a_cpu_and_claims_nothing(
 ) -> None:
     out = tmp_path / "found.json"
     usual = ("--device", "cpu", "--tiny", "--batch", "32", "--rounds", "2", "--steps", "1", "--out", str(out))
-    parts = ("--attention", "--determinism", "--loader", "--stream", "100")
+    parts = ("--attention", "--determinism", "--loader", "--balance", "--stream", "100")
     assert run(monkeypatch, *usual, "--arms", "bf16-fused", "gem-fp8", "te-current-large", *parts) == 0
     assert "a dry run" in capsys.readouterr().out
     found = json.loads(out.read_text())
@@ -74,6 +74,10 @@ def test_every_part_runs_on_a_cpu_and_claims_nothing(
     assert 0 < abs(ours["first_loss"] / plain["first_loss"] - 1) < 0.02
     assert all(row["same_bits"] for (case, *_), row in rows.items() if case == "repeats")
     assert rows["stream", "loader", "cpu"]["rows"] == 128
+    shuffled, balanced = (rows["balance", "bf16", variant] for variant in ("shuffled", "balanced"))
+    assert np.ptp(shuffled["live_tokens"]) > np.ptp(balanced["live_tokens"])
+    assert shuffled["tokens"] >= balanced["tokens"] >= max(balanced["live_tokens"])
+    assert shuffled["spread"] is balanced["spread"] is None
     attention = [row for row in found["rows"] if "attention" in row["case"]]
     assert {row["arm"] for row in attention} == {"padded", "narrowgate"}
     assert max(row["relative_error"] for row in attention if row["arm"] == "narrowgate") < 1e-5
@@ -244,6 +248,51 @@ def test_ratios_are_to_bf16_and_to_the_same_fusion_in_bf16() -> None:
     assert "dry_run" not in rows["gem-fp8"]
 
 
+def test_a_batchs_time_is_its_own_and_the_slowest_is_what_ranks_wait_for(task: GemTask, monkeypatch) -> None:
+    times = {"even 0": 10.0, "odd 0": 8.0, "even 1": 10.0, "odd 1": 14.0}
+    draw = np.random.default_rng(0)
+
+    def turns(steps: dict[str, StepFunction], *_: Any, **__: Any) -> Any:
+        assert list(steps) == list(times)
+        for name, step in steps.items():
+            step(5)  # the batch is the name's, whatever the number of the step
+            assert stepped.pop() == int(name[-1])
+        noise = np.exp(draw.normal(0, 0.001, (7, 2)))
+        return {name: [(BlockTime(a, a), BlockTime(b, b)) for a, b in (ms * noise).tolist()]
+                for name, ms in times.items()}, "done"  # fmt: skip
+
+    stepped: list[int] = []
+    running = gem.Running(ARMS["bf16"], stepped.append, None, 0, 0.5, 3, 1, 9.0)
+    monkeypatch.setattr(gem_balance, "take_turns", turns)
+    monkeypatch.setattr(gem_balance, "make_running", lambda *_: running)
+    monkeypatch.setattr(gem_balance, "CudaTimer", lambda device: DriftingTimer())
+    monkeypatch.setattr(gem_balance, "stage", lambda batches, device, n: gem.stage(batches, torch.device("cpu"), n))
+    settings = replace(SETTINGS, device=torch.device("cuda", 0))
+    even, odd = gem_balance.measure_balance({"even": task, "odd": task}, 2, settings, "case").rows
+    assert (even["variant"], odd["variant"]) == ("even", "odd")
+    assert even["ms"] == pytest.approx(10, rel=2e-3)
+    assert odd["ms"] == pytest.approx(11, rel=2e-3)
+    assert even["spread"] == pytest.approx(0, abs=1e-5)
+    assert odd["spread"] == pytest.approx(3 / 11, rel=1e-3)
+    assert (even["ratio"], even["ci"]) == (1, [1, 1])
+    assert odd["ratio"] == pytest.approx(20 / 22, rel=1e-4)
+    assert odd["batch_ms"] == pytest.approx([8, 14], rel=2e-3)
+
+
+def test_checkpointed_arms_repeat_what_the_others_compute(task: GemTask, monkeypatch: pytest.MonkeyPatch) -> None:
+    models: list[Any] = []
+    build = GemTask.build_model
+    monkeypatch.setattr(GemTask, "build_model", lambda self: models.append(build(self)) or models[-1])
+    names = ("gem-fp8", "gem-fp8-checkpointed", "gem-fp8-saved", "gem-fp8-saved-checkpointed", "bf16-checkpointed")
+    rows = gem.measure_steps(task, pick_arms(names), replace(SETTINGS, rounds=2), "case").rows
+    loss = {name: row["first_loss"] for name, row in zip(("bf16", *names), rows, strict=True)}
+    assert loss["bf16-checkpointed"] == loss["bf16"]
+    assert (
+        loss["gem-fp8"] == loss["gem-fp8-checkpointed"] == loss["gem-fp8-saved"] == loss["gem-fp8-saved-checkpointed"]
+    )
+    assert [len(layer.checkpoints) for model in models for layer in model.layers] == [0, 0, 3, 0, 3, 3]
+
+
 def fails(task: GemTask, model: torch.nn.Module) -> None:
     raise torch.OutOfMemoryError("CUDA out of memory.\nmore lines")
 
@@ -276,7 +325,7 @@ def test_weights_are_kept_as_the_recipe_says_but_in_the_arm_that_keeps_them(
     for name in ("gem-fp8", "gem-fp8-kept"):
         # Built and wrapped; a step wants a batch, and there is none.
         with pytest.raises(ZeroDivisionError):
-            gem._make(ARMS[name], task, [], SETTINGS)
+            gem.make_running(ARMS[name], task, [], SETTINGS)
         lowered = [module for module in models[-1].modules() if isinstance(module, LowPrecisionLayer)]
         found.append({layer_state(module).kept is not None for module in lowered})
     assert found == [{False}, {True}]
