@@ -176,8 +176,8 @@ class ShardedWeight(CodedWeight):
     def _quantized(self, first: int, reaches: str | None, amax: Tensor | None) -> QuantizedTensor:
         """This rank's codes: made in a forward, kept until the backward that gathers them again, then let go of.
 
-        Not under a scale that other ranks share: of what is written to one rank's rows in between only that rank
-        knows, and all must send codes of one scale.
+        Under a scale that other ranks share only where :func:`reduce_amaxes` found it for all of them: of what is
+        written to one rank's rows in between only that rank knows, and all must send codes of one scale.
         """
         # Nobody tells a hook whether it gathers for a training: FSDP2 calls it without gradients in any case.
         backward = torch._C._current_graph_task_id() != -1
@@ -186,7 +186,8 @@ class ShardedWeight(CodedWeight):
             _used_here(kept[0])
             return kept[0]
         made = quantize_rows(self._rows.detach(), self._spec, self._full, first, reaches, amax)
-        if reaches is None and not backward and not torch.is_inference_mode_enabled():
+        certain = reaches is None or self._known.amax is not None
+        if certain and not backward and not torch.is_inference_mode_enabled():
             self._known.codes = made, self._rows._version
         return made
 
@@ -336,7 +337,8 @@ def reduce_amaxes(model: nn.Module) -> int:
         _reduce(joined, group)
         parts = joined.split([amax.numel() for _, amax in found])
         for (local, amax), part in zip(found, parts, strict=True):
-            local._known.amax, local._known.version = part.view(amax.shape), local._rows._version
+            known = local._known
+            known.amax, known.version, known.codes = part.view(amax.shape), local._rows._version, None
     return sum(map(len, groups.values()))
 
 

@@ -151,6 +151,30 @@ def test_under_a_scale_that_ranks_share_a_backward_makes_codes_anew(monkeypatch)
         assert torch.equal(scale, whole.scale)
 
 
+def test_under_a_scale_that_ranks_found_together_a_backward_gathers_the_codes_of_its_forward(monkeypatch):
+    made = []
+    monkeypatch.setattr(sharding, "quantize_rows", lambda *args: made.append(args) or quantize_rows(*args))
+    rows = torch.randn(4, 24)
+    shard = sharding.ShardedWeight(rows, Spec.parse("fp8_e4m3"), (8, 24), "layer")
+    for step in range(2):
+        # As reduce_amaxes leaves it: another rank has a larger value.
+        amax = rows.abs().max() * 2
+        shard._known.amax, shard._known.version = amax, rows._version
+        found = [shard.fsdp_pre_all_gather(_Mesh())]
+        y = (torch.ones(2, requires_grad=True) * 2).sum()
+        y.register_hook(lambda grad, found=found: found.append(shard.fsdp_pre_all_gather(_Mesh())))
+        y.backward()
+        assert len(made) == step + 1
+        whole = quantize_rows(rows, shard._spec, (8, 24), 0, "tensor", amax)
+        for (codes,), (scale, _) in found:
+            assert torch.equal(codes, whole.data.view(torch.uint8))
+            assert scale == amax / 448
+        shard.fsdp_pre_all_gather(_Mesh())
+        made.pop()
+        torch.Tensor.mul_(shard, 1.5)
+        assert shard._known.codes is shard._known.amax is None
+
+
 def test_copies_of_a_shard_have_no_codes():
     shard = sharding.ShardedWeight(torch.randn(4, 24), Spec.parse("fp8_e4m3/row"), (8, 24), "layer")
     shard.fsdp_pre_all_gather(_Mesh())
