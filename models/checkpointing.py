@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from ..precision import gemm, grouped_gemm, weight_codes
 from ..precision.errors import NarrowgateError, did_you_mean
-from ..precision.grouped_gemm import OPERATORS
 from .jagged_operator import OPERATOR
 
 #: Parts of a :class:`narrowgate.models.gem.GemLayer`, by the names of its submodules.
@@ -23,7 +23,7 @@ _aten: Any = torch.ops.aten
 #: What ``pointwise`` keeps: the products, which cost most to repeat.
 _PRODUCTS = [
     _aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default, _aten._scaled_mm.default,
-    *OPERATORS, OPERATOR,
+    *gemm.OPERATORS, *grouped_gemm.OPERATORS, *weight_codes.OPERATORS, OPERATOR,
 ]  # fmt: skip
 
 

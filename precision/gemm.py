@@ -87,6 +87,10 @@ def _(
     return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
 
 
+#: Products that are an operator of this project.
+OPERATORS = (torch.ops.narrowgate.block_scaled_mm.default,)
+
+
 def _scale(operand: QuantizedTensor) -> Tensor:
     assert operand.scale is not None, operand.spec
     return operand.scale

@@ -369,3 +369,5 @@ _LIBRARY.define(
 for _key in ("CPU", "CUDA"):
     _LIBRARY.impl("weight_product", _product, _key)
 torch.library.register_fake("narrowgate::weight_product", _product_fake, lib=_LIBRARY)
+#: Products that are an operator of this project.
+OPERATORS = (torch.ops.narrowgate.weight_product.default,)

@@ -240,10 +240,10 @@ def _ready(
             text = (str(error).strip().splitlines() or [""])[0][:300]
             skip(arm, f"{type(error).__name__}: {text}", fault=not arm.may_fail)
         # Outside of the handler: in it, the error still holds the frames that hold the model.
-        _release(settings)
+        release(settings)
         if number and arm.name in running and not _fits(running.values(), settings):
             del running[arm.name]
-            _release(settings)
+            release(settings)
             skip(arm, "no room beside the arms before it: ask for fewer in one run", fault=False)
     return running
 
@@ -326,7 +326,8 @@ def make_running(arm: GemArm, task: GemTask, batches: Sequence[Any], settings: G
     return Running(arm, step, plan, lowered, first, peak, rest, ready)
 
 
-def _release(settings: GemSettings) -> None:
+def release(settings: GemSettings) -> None:
+    """Give back what nobody holds any more."""
     if settings.gpu:
         gc.collect()
         torch.cuda.empty_cache()

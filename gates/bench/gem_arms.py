@@ -125,10 +125,10 @@ _ARMS = (
            _recipe("gem-fp8", "native", activations=_SAVE)),
     GemArm("bf16-checkpointed", "bf16", "checkpointed", checkpoint=_CHECKPOINT),
     GemArm("bf16-budget", "bf16", "half the activations", memory_budget=0.5),
-    # What is run again in backward needs the same weights: they are quantized once for both.
-    GemArm("gem-fp8-checkpointed", "narrowgate", "gem-fp8, checkpointed", _recipe("gem-fp8", "native"),
+    # What is run again in backward needs the same weights: they are quantized once for both, as by gem-fp8-kept.
+    GemArm("gem-fp8-checkpointed", "narrowgate", "gem-fp8, weights kept, checkpointed", _recipe("gem-fp8", "native"),
            checkpoint=_CHECKPOINT, keep_weights=True),
-    GemArm("gem-fp8-saved-checkpointed", "narrowgate", "gem-fp8, activations in 8 bits, checkpointed",
+    GemArm("gem-fp8-saved-checkpointed", "narrowgate", "gem-fp8, weights kept, activations in 8 bits, checkpointed",
            _recipe("gem-fp8", "native", activations=_SAVE), checkpoint=_CHECKPOINT, keep_weights=True),
     GemArm("torchao-tensorwise", "torchao", "tensorwise", _peer("torchao", _eligible, *_TENSOR), may_fail=True),
     GemArm("torchao-tensorwise-large", "torchao", "tensorwise, large layers",

@@ -47,7 +47,9 @@ class Balance:
 
 
 def deal(rows: Ints, lengths: Ints, batch_size: int, sub_batch: int) -> Ints:
-    """Reorder a pool of rows so that its consecutive batches have nearly equal token counts.
+    """Reorder a pool of rows so that its consecutive batches have nearly equal token counts, and their halves too.
+
+    A batch that several ranks share by consecutive rows is then even for 2, 4, 8 ... of them as well.
 
     Args:
         rows: [n], shuffled; n is a multiple of ``batch_size``, and that of ``sub_batch``.
@@ -68,4 +70,14 @@ def deal(rows: Ints, lengths: Ints, batch_size: int, sub_batch: int) -> Ints:
         to = min((b for b in range(batches) if len(taken[b]) < room), key=load.__getitem__)
         taken[to].append(part)
         load[to] += int(weights[part])
-    return parts[taken].reshape(-1)
+    return parts[[_even_halves(each) for each in taken]].reshape(-1)
+
+
+def _even_halves(heaviest_first: list[int]) -> list[int]:
+    """Reorder parts so that both halves weigh alike, and halves of those, and so on: A B B A B A A B, by Thue-Morse."""
+    if len(heaviest_first) < 2:
+        return heaviest_first
+    halves: tuple[list[int], list[int]] = [], []
+    for place, part in enumerate(heaviest_first):
+        halves[place.bit_count() % 2].append(part)
+    return _even_halves(halves[0]) + _even_halves(halves[1])

@@ -169,16 +169,19 @@ class StreamDataset:
         return int(np.random.SeedSequence([self.config.seed, *parts]).generate_state(1, np.uint64)[0] >> 1)
 
     def _lengths(self, split: int, seed: int, number: int, rows: int) -> Ints:
-        """Return the history lengths of batch ``number``; a pool of balanced batches is drawn at once."""
+        """Return the history lengths of batch ``number``; of balanced ones, its part of those of its pool."""
         balance = self.training.balance if split == _TRAIN else None
         pool = 1 if balance is None else balance.pool
-        rng = np.random.default_rng([self.config.seed, split, seed, number // pool])
-        drawn = self.config.median_events * rng.lognormal(0.0, self.config.length_spread, pool * rows)
-        lengths = np.minimum(drawn, self.max_events).astype(np.int64)
+        first = number - number % pool
+        drawn = [
+            np.random.default_rng([self.config.seed, split, seed, each]).lognormal(0.0, self.config.length_spread, rows)
+            for each in range(first, first + pool)
+        ]
+        lengths = np.minimum(self.config.median_events * np.concatenate(drawn), self.max_events).astype(np.int64)
         if balance is None:
             return lengths
         order = deal(np.arange(pool * rows), lengths, rows, balance.sub_batch)
-        return lengths[order].reshape(pool, rows)[number % pool]
+        return lengths[order].reshape(pool, rows)[number - first]
 
     def _draw(self, split: int, seed: int, number: int) -> tuple[Batch, Tensor]:
         """Return a batch and its uncentred log odds [B, 2]."""

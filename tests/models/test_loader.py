@@ -103,6 +103,21 @@ def test_dealing_keeps_sub_batches_together_and_puts_heavy_beside_light() -> Non
     assert lengths[dealt].sum((1, 2)).tolist() == [30, 28]
 
 
+def test_ranks_that_share_a_dealt_batch_by_consecutive_rows_carry_alike() -> None:
+    """As :class:`RankData` cuts it, for 2, 4 and 8 of them."""
+    lengths = np.random.default_rng(0).lognormal(3.0, 0.8, 8 * 1024).astype(np.int64)
+    shuffled = np.arange(len(lengths))
+    dealt = deal(shuffled, lengths, 1024, 16)
+    assert sorted(dealt) == shuffled.tolist()
+
+    def over_their_mean(rows: np.ndarray, ranks: int) -> float:
+        loads = lengths[rows].reshape(8, ranks, -1).sum(2)
+        return float((loads.max(1) / loads.mean(1) - 1).mean())
+
+    for ranks, most in ((2, 0.005), (4, 0.02), (8, 0.05)):
+        assert over_their_mean(dealt, ranks) < most < over_their_mean(shuffled, ranks)
+
+
 def test_sub_batches_that_do_not_fit_are_refused() -> None:
     with pytest.raises(NarrowgateError, match="'sub_batch' must divide the batch of 10 rows, found 4"):
         dataclasses.replace(TRAINING, balance=Balance(sub_batch=4))

@@ -180,6 +180,7 @@ def test_balancing_evens_the_tokens_of_batches_out_and_the_bound_shrinks() -> No
         name: np.array([int(b.offsets[-1]) for b in itertools.islice(data.train_batches(0), 80)])
         for name, data in (("plain", plain), ("even", even))
     }
+    assert tokens["even"].reshape(-1, 8).sum(1).tolist() == tokens["plain"].reshape(-1, 8).sum(1).tolist()  # same rows
     assert tokens["even"].std() < 0.5 * tokens["plain"].std()
     spread = {name: np.ptp(found.reshape(-1, 8), axis=1).mean() for name, found in tokens.items()}
     assert spread["even"] < 0.1 * spread["plain"]

@@ -16,6 +16,7 @@ from narrowgate.precision.errors import NarrowgateError
 from narrowgate.precision.layer import LowPrecisionLayer, layer_state
 from narrowgate.recipes import OptimizerState, Recipe
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def trainer(task: GemTask, seed: int = 1, recipe: str | Recipe | None = None, **options: Any) -> Trainer:
@@ -189,6 +190,35 @@ def test_weights_are_kept_where_the_recipe_says_so_and_train_the_same(
     # A CPU itself casts nothing that could be saved, and says nothing of it.
     assert set(passes(trainer(task, recipe=KEPT))) == {None}
     assert not [warning for warning in recwarn.list if "keep_weights" in str(warning.message)]
+
+
+class Products(TorchDispatchMode):
+    """Counts the products of a backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        product = func.name().partition("::")[2].partition(".")[0] in ("mm", "addmm", "bmm", "weight_product")
+        self.count += product and torch._C._current_graph_task_id() != -1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("recipe", [None, "gem-fp8", KEPT], ids=["none", "gem-fp8", "kept"])
+def test_only_where_all_is_recomputed_are_products(
+    recipe: str | Recipe | None, small: Preset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = GemTask.open(dataclasses.replace(small, model=wide(small)), "synthetic", steps=4)
+    monkeypatch.setattr(casting, "kernels_on_cpu", lambda: True)
+    counted = {}
+    for mode in (None, *MODES):
+        run = trainer(task, recipe=recipe, checkpoint={} if mode is None else {"interaction": mode})
+        run.fit(1)
+        with Products() as products:
+            task.loss(run.model, next(iter(task.train_batches(0)))).backward()
+        counted[mode] = products.count
+    assert 0 < counted[None] == counted["pointwise"] < counted["all"]
 
 
 @pytest.mark.gpu
