@@ -47,6 +47,9 @@ class TrainingConfig:
     balance: Balance | None = None
 
     def __post_init__(self) -> None:
+        for name in ("batch_size", "eval_batch_size", "token_multiple"):
+            if getattr(self, name) < 1:
+                raise NarrowgateError(f"training field '{name}' must be at least 1, found {getattr(self, name)}")
         for name in ("lr", "first_order_lr"):
             if not getattr(self, name) > 0:
                 raise NarrowgateError(f"training field '{name}' must be positive, found {getattr(self, name)}")

@@ -8,6 +8,8 @@ a GPU too).
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -29,7 +31,9 @@ if TYPE_CHECKING:
     from ..recipes.plan import Plan
     from ..recipes.recipe import Recipe
 
-_VERSION = 1
+_VERSION = 2
+#: What a checkpoint holds, beside its version.
+_PARTS = frozenset({"facts", "losses", "model", "optimizer", "recipe"})
 #: Fields of a preset that a training may go on with another value of: how it is computed, and how long it takes.
 _FREE = ("attention", "residual", "token_multiple", "eval_batch_size", "steps", "epochs")
 #: Called with the number of steps done, of all steps, and the last loss.
@@ -133,16 +137,24 @@ class Trainer:
         """
         until = self.total_steps if until is None else min(until, self.total_steps)
         waiting: list[Tensor] = []
+
+        def fetch() -> None:
+            if waiting:
+                self.losses += torch.stack(waiting).tolist()
+                waiting.clear()
+
         self.model.train()
-        with _generators(self.task.device), self._determinism(), self._budget():
-            batches = self.task.train_batches(self.seed).starting_at(self.step * self.options.accumulate)
-            for step in range(self.step, until):
-                waiting.append(self._step(step, batches))
-                if len(waiting) == every or step == until - 1:
-                    self.losses += torch.stack(waiting).tolist()
-                    waiting.clear()
-                    if watch is not None:
-                        watch(self.step, self.total_steps, self.losses[-1])
+        try:
+            with _generators(self.task.device), self._determinism(), self._budget():
+                batches = self.task.train_batches(self.seed).starting_at(self.step * self.options.accumulate)
+                for step in range(self.step, until):
+                    waiting.append(self._step(step, batches))
+                    if len(waiting) == every or step == until - 1:
+                        fetch()
+                        if watch is not None:
+                            watch(self.step, self.total_steps, self.losses[-1])
+        finally:
+            fetch()  # steps that were done count, whatever ends the loop: the optimizer has counted them too
         return list(self.losses)
 
     def predict(self) -> Prediction:
@@ -193,7 +205,7 @@ class Trainer:
         except Exception as error:
             why = " ".join(str(error).split())[:200]
             raise NarrowgateError(f"checkpoint '{path}' cannot be read: {why}") from None
-        if not isinstance(state, dict) or state.get("version") != _VERSION:
+        if not isinstance(state, dict) or state.get("version") != _VERSION or not state.keys() >= _PARTS:
             raise NarrowgateError(f"checkpoint '{path}' is none of this version's trainings")
         for name, here in self._facts().items():
             saved = state["facts"].get(name)
@@ -221,10 +233,12 @@ class Trainer:
         assert total is not None
         return total
 
+    @property
+    def _bf16(self) -> bool:
+        return self.task.device.type == "cuda" if self.options.bf16 is None else self.options.bf16
+
     def _autocast(self) -> contextlib.AbstractContextManager[object]:
-        kind, wanted = self.task.device.type, self.options.bf16
-        on = kind == "cuda" if wanted is None else wanted
-        return torch.autocast(kind, torch.bfloat16) if on else contextlib.nullcontext()
+        return torch.autocast(self.task.device.type, torch.bfloat16) if self._bf16 else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def _determinism(self) -> Iterator[None]:
@@ -247,6 +261,12 @@ class Trainer:
 
         return functorch.patch(activation_memory_budget=self.options.memory_budget)
 
+    def _data(self) -> str:
+        """The source's name and a hash of its facts, but for what is computed of its rows in floating point."""
+        facts = {name: value for name, value in self.task.data.describe().items() if name != "bayes_ne"}
+        text = json.dumps(facts, sort_keys=True, default=str)
+        return f"{facts.get('name')} ({hashlib.sha256(text.encode()).hexdigest()[:12]})"
+
     def _facts(self) -> dict[str, Any]:
         """What a checkpoint must agree in."""
         return {
@@ -254,6 +274,9 @@ class Trainer:
             "seed": self.seed,
             "steps": self.total_steps,
             "accumulate": self.options.accumulate,
+            "clip_norm": self.options.clip_norm,
+            "bf16": self._bf16,
+            "data": self._data(),
             "recipe": None if self.plan is None else self.plan.recipe.hash(),
             **{
                 f"{part}.{field.name}": repr(getattr(value, field.name))

@@ -126,7 +126,8 @@ def asked_part(func: Any, args: Sequence[Any]) -> Tensor | None:
 
 def serves(own: Spec, wanted: Spec, dim: int) -> bool:
     """True where a weight [N, K], quantized over K as ``own``, is the operand ``wanted`` contracted over ``dim``."""
-    expanded = own.granularity == "tensor" and wanted == replace(own, granularity="row")
+    tensor = own.granularity == "tensor" and own.delayed is None
+    expanded = tensor and wanted == replace(own, granularity="row")
     if wanted != own and not expanded:
         return False
     square = own.block is not None and own.block[0] == own.block[1]

@@ -233,6 +233,10 @@ class ShardedWeight(CodedWeight):
             for shard in written(func, args):
                 if isinstance(shard, ShardedWeight):
                     shard._known.amax = shard._known.codes = None
+            if func is _ATEN.copy_.default and _same_rows(*args[:2]):
+                # FSDP2 moves rows that it pads into another tensor, on ranks that it pads alone.
+                to, source = args[0], args[1]
+                to._known.amax, to._known.version = source._known.amax, to._rows._version
         if leader is None:
             return out
         if out is leader._rows:  # in place
@@ -340,6 +344,14 @@ def reduce_amaxes(model: nn.Module) -> int:
             known = local._known
             known.amax, known.version, known.codes = part.view(amax.shape), local._rows._version, None
     return sum(map(len, groups.values()))
+
+
+def _same_rows(to: Any, source: Any) -> bool:
+    """Whether one rank's rows are copied whole to where the same rows will lie."""
+    if not isinstance(to, ShardedWeight) or not isinstance(source, ShardedWeight):
+        return False
+    alike = (to._spec, to._full, to._name, to.shape, to.dtype)
+    return alike == (source._spec, source._full, source._name, source.shape, source.dtype)
 
 
 def _reduce(amax: Tensor, group: ProcessGroup) -> None:

@@ -21,6 +21,7 @@ from ..presets import TrainingConfig
 from .balance import deal
 from .host_rows import HostRows
 from .loader import BatchStream, no_times, padded_bound
+from .table_columns import Mask
 from .table_file import BadRows, TableFile
 from .table_rows import Checked, RowReader
 from .table_schema import TableSchema
@@ -33,9 +34,9 @@ class _Totals:
     train: int = 0
     held_out: int = 0
     labels: NDArray[np.float64] | float = 0.0
-    #: Over the numbers that are there: how many, sum, sum of squares.
+    #: Over the numbers that are there: how many, mean, sum of squared differences from it.
     there: NDArray[np.float64] | float = 0.0
-    sums: NDArray[np.float64] | float = 0.0
+    mean: NDArray[np.float64] | float = 0.0
     squares: NDArray[np.float64] | float = 0.0
     #: Of history lengths.
     length_sum: float = 0.0
@@ -48,22 +49,32 @@ class _Totals:
         self.train += int(train.sum())
         self.held_out += int(part.held_out.sum())
         self.labels = self.labels + part.rows.labels[train].sum(0, dtype=np.float64)
-        there = part.there[train]
-        values = np.where(there, part.rows.dense[train], 0).astype(np.float64)
-        self.there = self.there + there.sum(0)
-        self.sums = self.sums + values.sum(0)
-        self.squares = self.squares + np.square(values).sum(0)
+        self._add_numbers(part.numbers[train], part.there[train])
         lengths = part.rows.lengths[train]
         self.length_sum += float(lengths.sum())
         self.length_squares += float(np.square(lengths).sum())
         self.length_max = max(self.length_max, int(part.rows.lengths.max(initial=0)))
 
+    def _add_numbers(self, values: NDArray[np.float64], there: Mask) -> None:
+        """Join another part's means and sums of squared differences, as Chan, Golub and LeVeque (1979) do.
+
+        Sums of squares themselves would leave nothing of numbers that differ by little, such as times.
+        """
+        count = there.sum(0)
+        mean = np.where(there, values, 0).sum(0) / np.maximum(count, 1)
+        squares = np.square(np.where(there, values - mean, 0)).sum(0)
+        both = np.maximum(self.there + count, 1)
+        apart = mean - self.mean
+        self.squares = self.squares + squares + np.square(apart) * self.there * count / both
+        self.mean = self.mean + apart * count / both
+        self.there = self.there + count
+
     def number_scale(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Return mean and deviation of each number; 0 and 1 where there is nothing to tell them from."""
-        count = np.maximum(self.there, 1)
-        mean = self.sums / count
-        variance = np.maximum(self.squares / count - np.square(mean), 0)
-        return np.asarray(mean), np.where(variance > 1e-12, np.sqrt(variance), 1.0)
+        mean = np.asarray(self.mean, np.float64)
+        deviation = np.sqrt(self.squares / np.maximum(self.there, 1))
+        # What rounding leaves of numbers that are all the same is no deviation.
+        return mean, np.where(deviation > np.maximum(1e-6, 1e-14 * np.abs(mean)), deviation, 1.0)
 
 
 class TableDataset:
@@ -186,9 +197,9 @@ class TableDataset:
         for part in self._parts(self.file.bad_rows()):
             kept = np.flatnonzero(part.held_out == held_out)
             if len(kept):
-                rows, there = part.rows.take(kept), part.there[kept]
-                dense = np.where(there, (rows.dense - self._mean) / self._deviation, 0).astype(np.float32)
-                yield replace(rows, dense=dense)
+                numbers = (part.numbers[kept] - self._mean) / self._deviation
+                dense = np.where(part.there[kept], numbers, 0).astype(np.float32)
+                yield replace(part.rows.take(kept), dense=dense)
 
     def _train(self, seed: int, start: int) -> Iterator[Batch]:
         generator = np.random.default_rng(seed)

@@ -58,7 +58,7 @@ def required_numbers(column: pa.Array, name: str, faults: Faults, expected: str)
 
 def seconds(column: pa.Array, name: str, faults: Faults) -> Ints:
     """Return times [n] in whole seconds."""
-    if pa.types.is_timestamp(column.type) or pa.types.is_date(column.type):
+    if is_dated(column.type):
         column = column.cast(pa.timestamp("s"), safe=False).cast(pa.int64())
     values = required_numbers(column, name, faults, "a time in seconds")
     faults.mark(np.abs(values) >= 2.0**53, name, column, "a time in seconds")
@@ -88,7 +88,9 @@ def texts(column: pa.Array, name: str, faults: Faults) -> pa.Array:
 def lists(column: pa.Array, name: str, separator: str, faults: Faults) -> tuple[pa.Array, Ints]:
     """Return the entries of all rows, flat, and their offsets [n + 1]; null and an empty text are empty lists."""
     if not _is_list(column.type):
-        column = pc.split_pattern(_as_bytes(column, name, faults), separator)
+        text = _as_bytes(column, name, faults)
+        text = pc.if_else(pc.equal(pc.binary_length(text), 0), pa.scalar(None, pa.binary()), text)
+        column = pc.split_pattern(text, separator)
     lengths = _numpy(pc.fill_null(pc.list_value_length(column), 0)).astype(np.int64)
     return pc.list_flatten(column), np.concatenate([np.zeros(1, np.int64), lengths.cumsum()])
 
@@ -132,7 +134,8 @@ def _as_bytes(column: pa.Array, name: str, faults: Faults) -> pa.Array:
         # Whole numbers with gaps are floats in many files.
         whole = pc.fill_null(pc.equal(pc.floor(column), column), True)
         column = pc.if_else(pc.is_nan(column), pa.scalar(None, kind), column)
-        whole = pc.or_(whole, pc.is_null(column))
+        whole = pc.or_(pc.and_(whole, pc.less(pc.abs(column), 2.0**63)), pc.is_null(column))
+        whole = pc.fill_null(whole, True)
         faults.mark(~_numpy(whole), name, column, "a whole number or a text")
         column = pc.if_else(whole, column, pa.scalar(None, kind)).cast(pa.int64())
     if not (pa.types.is_binary(kind) or pa.types.is_string(kind) or pa.types.is_large_string(kind)):
@@ -173,13 +176,18 @@ def is_plain(kind: pa.DataType) -> bool:
     )
 
 
-def is_list(kind: pa.DataType) -> bool:
-    """Whether a column of this type holds lists of plain values."""
-    return _is_list(kind) and is_plain(kind.value_type)
+def is_dated(kind: pa.DataType) -> bool:
+    """Whether a column of this type holds times of its own."""
+    return pa.types.is_timestamp(kind) or pa.types.is_date(kind)
+
+
+def is_list(kind: pa.DataType, *, dated: bool = False) -> bool:
+    """Whether a column of this type holds lists of plain values, or with ``dated`` of times."""
+    return _is_list(kind) and (is_plain(kind.value_type) or (dated and is_dated(kind.value_type)))
 
 
 def _is_list(kind: pa.DataType) -> bool:
-    return pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
 
 
 def _numpy(array: Any) -> Any:

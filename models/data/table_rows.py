@@ -19,6 +19,7 @@ from .table_schema import TableSchema
 
 #: From a column's name to its values.
 Column = Callable[[str], pa.Array]
+_LARGEST = float(np.finfo(np.float32).max)
 _AGE_LIMITS = 2 ** np.arange(AGE_BUCKETS - 1, dtype=np.int64)
 
 
@@ -26,8 +27,10 @@ _AGE_LIMITS = 2 ** np.arange(AGE_BUCKETS - 1, dtype=np.int64)
 class Checked:
     """The good rows of a piece."""
 
+    #: Without numbers: those are not standardized yet.
     rows: HostRows
-    #: [n, numbers]: which numbers are there; those of ``rows`` are not standardized yet.
+    #: [n, numbers], and which of them are there.
+    numbers: NDArray[np.float64]
     there: Mask
     #: [n].
     held_out: Mask
@@ -58,12 +61,13 @@ class RowReader:
         schema = self.schema
         list_names = [*schema.multi_hot, *(schema.history.fields if schema.history else ())]
         times = [schema.timestamp] if schema.timestamp else []
-        if schema.history is not None and schema.history.times is not None:
-            list_names.append(schema.history.times)
+        history_times = schema.history.times if schema.history is not None else None
+        if history_times is not None:
+            list_names.append(history_times)
         for name in schema.used_columns():
             kind = arrow.field(name).type
-            dated = name in times and (pa.types.is_timestamp(kind) or pa.types.is_date(kind))
-            wanted = name in list_names and columns.is_list(kind)
+            dated = name in times and columns.is_dated(kind)
+            wanted = name in list_names and columns.is_list(kind, dated=name == history_times)
             if not (columns.is_plain(kind) or dated or wanted):
                 expected = "a list or a text" if name in list_names else "a number or a text"
                 raise NarrowgateError(f"{file}: column '{name}' is of type {kind}, expected {expected}")
@@ -92,18 +96,19 @@ class RowReader:
         rows = HostRows(
             sparse=np.stack(sparse, 1) if sparse else np.zeros((count, 0), np.int64),
             bags=bags,
-            dense=np.stack([value for value, _ in parsed], 1) if parsed else np.zeros((count, 0), np.float32),
+            dense=np.zeros((count, 0), np.float32),
             labels=labels,
             groups=groups,
             lengths=lengths,
             events=events,
             event_times=event_times if self.times else None,
         )
+        numbers = np.stack([value for value, _ in parsed], 1) if parsed else np.zeros((count, 0))
         there = np.stack([there for _, there in parsed], 1) if parsed else np.zeros((count, 0), bool)
         for row in np.flatnonzero(faults.bad):
             bad.add(int(piece.numbers[row]), faults.reasons[int(row)])
         good = np.flatnonzero(~faults.bad)
-        return Checked(rows.take(good), there[good], held_out[good])
+        return Checked(rows.take(good), numbers[good], there[good], held_out[good])
 
     def _labels(self, column: Column, faults: Faults) -> Floats:
         found = []
@@ -197,12 +202,14 @@ class RowReader:
         return np.array([value in wanted for value in texts.to_pylist()], bool)
 
 
-def _number(column: pa.Array, name: str, *, logarithm: bool, faults: Faults) -> tuple[NDArray[np.float32], Mask]:
+def _number(column: pa.Array, name: str, *, logarithm: bool, faults: Faults) -> tuple[NDArray[np.float64], Mask]:
     values, there = columns.numbers(column, name, faults)
+    # One of 1e300 would leave nothing of the others' differences.
+    faults.mark(np.abs(values) > _LARGEST, name, column, f"a number of at most {_LARGEST:g}")
     values = np.where(faults.bad, 0.0, values)
     if logarithm:
         values = np.sign(values) * np.log1p(np.abs(values))
-    return values.astype(np.float32), there
+    return values, there
 
 
 def _flat_ids(flat: pa.Array, name: str, rows: int) -> Ints:

@@ -43,6 +43,8 @@ def test_fields_of_model_and_training_are_set(script: dict) -> None:
         ("betas=(0.9,)", "found betas=(0.9,), expected tuple[float, float]"),
         ("balance=abc", "found balance=abc, expected "),
         ("lr=0", "training field 'lr' must be positive, found 0"),
+        ("batch_size=0", "training field 'batch_size' must be at least 1, found 0"),
+        ("eval_batch_size=0", "training field 'eval_batch_size' must be at least 1, found 0"),
         ("first_order_decay=1", "training field 'first_order_decay' must lie in [0, 1), found 1"),
         ("dropout=7", "model field 'dropout' must lie in [0, 1), found 7"),
     ],

@@ -40,6 +40,49 @@ def test_a_seed_repeats_a_training_bit_for_bit(task: GemTask) -> None:
     assert not torch.are_deterministic_algorithms_enabled()
 
 
+def test_steps_of_a_training_that_was_stopped_count(task: GemTask, tmp_path: Path) -> None:
+    whole = trainer(task).fit()
+    stopped = trainer(task)
+    step = stopped._step
+
+    def until_five(number: int, batches: Any) -> torch.Tensor:
+        if number == 5:
+            raise KeyboardInterrupt
+        return step(number, batches)
+
+    stopped._step = until_five  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        stopped.fit()
+    assert stopped.losses == whole[:5]
+    stopped.save(tmp_path / "run.pt")
+    other = trainer(task)
+    other.resume(tmp_path / "run.pt")
+    assert other.fit() == whole
+
+
+def test_a_checkpoint_goes_on_with_its_own_rows_and_options(small: Preset, tmp_path: Path) -> None:
+    run = trainer(GemTask.open(small, "synthetic", steps=4))
+    run.fit(2)
+    path = tmp_path / "run.pt"
+    run.save(path)
+    synthetic = dataclasses.replace(small.synthetic, seed=7)
+    others = [
+        (
+            trainer(GemTask.open(dataclasses.replace(small, synthetic=synthetic), "synthetic", steps=4)),
+            "data synthetic",
+        ),
+        (trainer(GemTask.open(small, "synthetic", steps=4), clip_norm=0.1), "clip_norm None, here 0.1"),
+        (trainer(GemTask.open(small, "synthetic", steps=4), bf16=True), "bf16 False, here True"),
+    ]
+    for other, message in others:
+        with pytest.raises(NarrowgateError, match=message):
+            other.resume(path)
+        assert other.step == 0
+    torch.save({"version": torch.load(path, weights_only=True)["version"]}, path)
+    with pytest.raises(NarrowgateError, match="is none of this version's trainings"):
+        run.resume(path)
+
+
 LOW_STATE = Recipe(name="low-state", extends="fp8-tensor", optimizer=OptimizerState(state="fp8_e4m3/1x32+sr"))
 
 

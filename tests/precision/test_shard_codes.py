@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -80,6 +81,9 @@ def test_a_joint_maximum_reaches_the_kernels_at_an_aligned_address(monkeypatch):
 class _Mesh:
     """The first of two ranks."""
 
+    def get_group(self) -> None:
+        return None
+
     def size(self) -> int:
         return 2
 
@@ -135,7 +139,6 @@ def test_a_backward_gathers_the_codes_that_its_forward_made(monkeypatch):
 def test_under_a_scale_that_ranks_share_a_backward_makes_codes_anew(monkeypatch):
     """Other ranks may not know that this one was written to, and send codes of one scale with it."""
     monkeypatch.setattr(sharding, "_reduce", lambda amax, group: None)
-    monkeypatch.setattr(_Mesh, "get_group", lambda self: None, raising=False)
     for write in (lambda rows: None, lambda rows: rows.mul_(2.0)):
         rows = torch.randn(4, 24)
         shard = sharding.ShardedWeight(rows, Spec.parse("fp8_e4m3"), (8, 24), "layer")
@@ -173,6 +176,55 @@ def test_under_a_scale_that_ranks_found_together_a_backward_gathers_the_codes_of
         made.pop()
         torch.Tensor.mul_(shard, 1.5)
         assert shard._known.codes is shard._known.amax is None
+
+
+def test_rows_that_fsdp2_pads_keep_what_is_known_of_them():
+    """Only the ranks that it pads move theirs: what is known must stay alike on all."""
+    rows = torch.randn(3, 24)
+    shard = sharding.ShardedWeight(rows, Spec.parse("fp8_e4m3"), (7, 24), "layer")
+    shard._known.amax, shard._known.version = rows.abs().max() * 2, rows._version
+    with torch.no_grad():
+        padded = shard.new_zeros((4, 24))
+        moved = padded.narrow(0, 0, 3)
+        moved.copy_(shard)
+        assert moved._known is not shard._known
+        assert moved._known.amax is shard._known.amax
+        assert moved._known.version == moved._rows._version
+        moved.copy_(rows)  # other values, for all that is known of them
+        assert moved._known.amax is None
+        padded.narrow(0, 0, 2).copy_(shard.narrow(0, 0, 2))
+        moved.mul_(2)
+        assert moved._known.amax is None
+
+
+def test_reducing_again_forgets_codes_of_the_scale_before(monkeypatch):
+    """Another rank may have been written to since, behind its shard, so that the joint amax is another one."""
+    rows = torch.randn(4, 24)
+    shard = sharding.ShardedWeight(rows, Spec.parse("fp8_e4m3"), (8, 24), "layer")
+    parameter = _Distributed(shard)
+    others = iter([10.0, 40.0])
+    monkeypatch.setattr(sharding, "_shard_mesh", lambda mesh: mesh)
+    monkeypatch.setattr(sharding, "_reduce", lambda amax, group: amax.fill_(next(others)))
+    monkeypatch.setattr("torch.distributed.tensor.DTensor", _Distributed)
+    model = SimpleNamespace(named_parameters=lambda: [("weight", parameter)])
+    sharding.reduce_amaxes(model)
+    shard.fsdp_pre_all_gather(_Mesh())
+    assert shard._known.codes is not None
+    y = (torch.ones(2, requires_grad=True) * 2).sum()
+    found = []
+    y.register_hook(lambda grad: found.append(shard.fsdp_pre_all_gather(_Mesh())))
+    sharding.reduce_amaxes(model)
+    y.backward()
+    assert found[0][1][0] == 40 / 448
+
+
+class _Distributed:
+    """Stands for a DTensor on two ranks."""
+
+    device_mesh = _Mesh()
+
+    def __init__(self, local):
+        self._local_tensor = local
 
 
 def test_copies_of_a_shard_have_no_codes():

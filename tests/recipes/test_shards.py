@@ -36,6 +36,13 @@ def test_the_plan_says_what_is_gathered_low(tower):
     assert resolve(Recipe(name="r", rules=[only_fprop], shards=Shards(all_gather="fp8_e4m3")), tower).gathered == ()
 
 
+def test_codes_of_delayed_scales_are_planned_and_refused_by_name(tower):
+    delayed = recipe("fp8_e4m3+delayed(16)")
+    assert len(resolve(delayed, tower).gathered) == 4
+    with pytest.raises(NotBuiltError, match=r"shards\.all_gather: fp8_e4m3/tensor\+delayed\(16\) is not built yet"):
+        apply_recipe(tower, delayed)
+
+
 def test_row_scales_do_not_serve_dgrad(tower):
     with pytest.raises(RecipeError) as caught:
         resolve(recipe("fp8_e4m3/row"), tower)
