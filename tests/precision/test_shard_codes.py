@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -184,8 +185,8 @@ def test_rows_that_fsdp2_pads_keep_what_is_known_of_them():
     shard = sharding.ShardedWeight(rows, Spec.parse("fp8_e4m3"), (7, 24), "layer")
     shard._known.amax, shard._known.version = rows.abs().max() * 2, rows._version
     with torch.no_grad():
-        padded = shard.new_zeros((4, 24))
-        moved = padded.narrow(0, 0, 3)
+        padded: Any = shard.new_zeros((4, 24))
+        moved: Any = padded.narrow(0, 0, 3)
         moved.copy_(shard)
         assert moved._known is not shard._known
         assert moved._known.amax is shard._known.amax
