@@ -124,6 +124,7 @@ def _fail(watch: RankWatch, error: BaseException) -> NoReturn:
         text = str(error) if isinstance(error, RecipeError) else f"narrowgate: {error}"
         watch.fail(text, exits.USAGE)
     text = exits.failure_text(error)
-    if "timed out" in text.lower() or "timeout" in text.lower():
+    waited = "timed out" in text.lower() or "timeout" in text.lower()
+    if waited:
         text = f"a collective did not end within {watch.limit:g} s, the time limit: another rank is late, or hangs"
-    watch.fail(text, exits.FAILED)
+    watch.fail(text, exits.FAILED, waited=waited)

@@ -23,14 +23,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NoReturn
 
 from . import exits
 
-Kind = Literal["died", "error", "silent", "signal"]
-#: The cause is among the reports of the first of these kinds.
-_CAUSES: tuple[Kind, ...] = ("died", "error", "silent", "signal")
+Kind = Literal["died", "error", "waited", "silent", "signal"]
+#: The cause is among the reports of the first of these kinds; one that waited for others in vain is none itself.
+_CAUSES: tuple[Kind, ...] = ("died", "error", "waited", "silent", "signal")
 #: Seconds in which reports count as those of one fault, between two looks at the clock, and until a rank that was not
 #: told to stop ends by itself.
 _GRACE, _LOOK, _LAST = 1.0, 0.25, 10.0
@@ -61,9 +61,17 @@ class Fault:
         return f"narrowgate: the run failed: rank {self.rank}: {self.text}"
 
 
-def cause_of(faults: list[Fault]) -> Fault:
-    """Return the fault that the others follow from, of those in the order of their reports."""
-    return min(faults, key=lambda fault: _CAUSES.index(fault.kind))
+def cause_of(faults: list[Fault], ranks: int) -> Fault:
+    """Return the fault that the others follow from, of those in the order of their reports; of so many ranks.
+
+    Where ranks waited for others it names those that did not: they hang, whether they can say so or not.
+    """
+    cause = min(faults, key=lambda fault: _CAUSES.index(fault.kind))
+    absent = sorted(set(range(ranks)) - {fault.rank for fault in faults if fault.kind == "waited"})
+    if cause.kind != "waited" or not absent:
+        return cause
+    named = f"rank {absent[0]}" if len(absent) == 1 else f"ranks {', '.join(map(str, absent))}"
+    return replace(cause, text=f"{cause.text}; {named} did not come to one")
 
 
 class RankWatch:
@@ -107,9 +115,10 @@ class RankWatch:
         """Note that this rank makes progress."""
         self._ticked = time.monotonic()
 
-    def fail(self, text: str, code: int) -> NoReturn:
-        """Report what ended this rank, and end with all others."""
-        self._own.append(Fault(self.rank, "signal" if code == exits.INTERRUPTED else "error", text, code))
+    def fail(self, text: str, code: int, *, waited: bool = False) -> NoReturn:
+        """Report what ended this rank, and end with all others; ``waited`` in vain for some of them."""
+        kind: Kind = "signal" if code == exits.INTERRUPTED else "waited" if waited else "error"
+        self._own.append(Fault(self.rank, kind, text, code))
         self._wake()
         self._thread.join(_LAST + _GRACE)
         end(code)
@@ -148,7 +157,7 @@ class RankWatch:
     def _over(self) -> bool:
         """Whether there is nothing left to watch; ends the process where a fault is due."""
         if self._until is not None and time.monotonic() >= self._until:
-            self._stop() if self.rank == 0 else end(self._faults[0].code)
+            self._stop() if self.rank == 0 else self._unanswered()
         if self._closing.is_set() and self._until is None:
             if self.rank:
                 self._send(0, {"done": True})
@@ -208,8 +217,15 @@ class RankWatch:
             print(Fault(0, "died").line(self.ranks), file=sys.stderr, flush=True)
         end(exits.FAILED)
 
+    def _unanswered(self) -> NoReturn:
+        """Stop though rank 0 was told and says nothing: its whole process stands still."""
+        if self.rank == 1:
+            text = f"its process does not answer, as when it is stopped; rank 1: {self._faults[0].text}"
+            print(Fault(0, "silent", text).line(self.ranks), file=sys.stderr, flush=True)
+        end(self._faults[0].code)
+
     def _stop(self) -> NoReturn:
-        cause = cause_of(self._faults)
+        cause = cause_of(self._faults, self.ranks)
         alike = len({fault.rank for fault in self._faults if (fault.text, fault.code) == (cause.text, cause.code)})
         with contextlib.suppress(Exception):
             self.failed(cause.line(self.ranks).removeprefix("narrowgate: the run failed: "), cause.code)

@@ -82,3 +82,17 @@ def test_a_rank_that_hangs_holds_the_others_for_the_time_limit_only(gate_ranks, 
     assert code == 4
     (line,) = gate_ranks.spoken(err)
     assert "6 s, the time limit" in line
+    assert "rank 1 did not come to one" in line or "rank 0: nothing happened" in line
+
+
+def test_where_the_first_rank_stands_still_the_next_says_so(gate_ranks, start) -> None:
+    ranks = start("gather.yaml", "--task", "ranked:paced", "--seeds", "2", "--steps", "40", limit=6)
+    ranks.wait_for("baseline-*.npz", 1)
+    stopped = ranks.signal(0, signal.SIGSTOP)
+    ((code, _, err),) = ranks.end(1)
+    assert 4 < time.monotonic() - stopped < 30
+    assert code == 4
+    (line,) = gate_ranks.spoken(err)
+    assert line.startswith(
+        "narrowgate: the run failed: rank 0: its process does not answer, as when it is stopped; rank 1: "
+    )

@@ -92,9 +92,20 @@ def test_ranks_that_do_not_come_are_missed(monkeypatch, narrowgate) -> None:
 def test_of_faults_of_one_moment_the_cause_is_told() -> None:
     silent, told = Fault(2, "silent", "nothing happened"), Fault(2, "signal", "it was told to stop")
     broken, died, first = Fault(0, "error", "connection closed"), Fault(1, "died"), Fault(3, "error", "on fire")
-    assert cause_of([broken, died, told]) is died
-    assert cause_of([silent, first, broken]) is first
-    assert cause_of([told, silent]) is silent
+    assert cause_of([broken, died, told], 4) is died
+    assert cause_of([silent, first, broken], 4) is first
+    assert cause_of([told, silent], 4) is silent
+
+
+def test_of_ranks_that_waited_in_vain_those_that_did_not_are_named() -> None:
+    waited = [Fault(rank, "waited", "a collective did not end") for rank in range(4)]
+    assert cause_of([*waited[:2], Fault(2, "silent", "nothing happened"), waited[3]], 4).text == (
+        "a collective did not end; rank 2 did not come to one"
+    )
+    assert cause_of(waited[:2], 4).text == "a collective did not end; ranks 2, 3 did not come to one"
+    assert cause_of(waited, 4) is waited[0]
+    died = Fault(3, "died")
+    assert cause_of([*waited[:3], died], 4) is died
 
 
 def test_what_all_ranks_found_stands_as_one_process_would_say_it() -> None:
