@@ -94,16 +94,18 @@ class _Scatter(Switch):
         return None
 
 
-def switch_collectives(model: nn.Module) -> tuple[Switch, Switch]:
+def switch_collectives(model: nn.Module) -> tuple[Local, ...]:
     """Put switches in the place of all collectives of a sharded model, and return them."""
     from torch.distributed.fsdp import FSDPModule
 
-    switches = _Gather(), _Scatter()
+    from ..precision.sharding import AMAX_REDUCTION
+
+    gather, scatter = _Gather(), _Scatter()
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_custom_all_gather(switches[0])  # type: ignore[arg-type]
-            module.set_custom_reduce_scatter(switches[1])  # type: ignore[arg-type]
-    return switches
+            module.set_custom_all_gather(gather)  # type: ignore[arg-type]
+            module.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]
+    return gather, scatter, AMAX_REDUCTION
 
 
 def without_wire(step: StepFunction, switches: Iterable[Local]) -> StepFunction:

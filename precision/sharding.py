@@ -58,6 +58,15 @@ _COPIES = frozenset(
 _WIRE = "_narrowgate_wire"
 
 
+class AmaxReduction:
+    """All-reduces of maxima; none is made, and each rank's own count, where :attr:`local` is set."""
+
+    local: bool = False
+
+
+AMAX_REDUCTION = AmaxReduction()
+
+
 class _Known:
     """What :func:`reduce_amaxes` found out about a shard, until that is written to; shared by all its views."""
 
@@ -355,7 +364,8 @@ def _same_rows(to: Any, source: Any) -> bool:
 
 
 def _reduce(amax: Tensor, group: ProcessGroup) -> None:
-    torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, group)
+    if not AMAX_REDUCTION.local:
+        torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, group)
 
 
 def _shard_mesh(mesh: DeviceMesh) -> DeviceMesh:

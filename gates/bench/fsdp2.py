@@ -36,7 +36,7 @@ from ...recipes.topology import example_topology
 from ...recipes.wire_plan import Layout, predict_wire
 from ...recipes.wire_units import Sharding
 from ..compilation import honest_compilation
-from ..sharded import RankTimer, Switch, shard, switch_collectives, without_wire
+from ..sharded import Local, RankTimer, shard, switch_collectives, without_wire
 from ..speed import BlockTime, CudaTimer, HostTimer, StepFunction
 from ..train import seed_generators
 from .fsdp2_arms import ShardedArm, ShardedCase
@@ -68,7 +68,7 @@ class Running:
     arm: ShardedArm
     step: StepFunction
     #: None where the recipe reduces gradients itself, which nothing can stand in for.
-    switches: tuple[Switch, Switch] | None
+    switches: tuple[Local, ...] | None
     loss: float
     wire: WireCount
     #: At the height of a step, above what lies there between steps.

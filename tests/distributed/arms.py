@@ -28,6 +28,12 @@ recipe: r
 rules:
   - {layers: "layers.**", fprop: fp8_e4m3/row}
 """
+GATHERED = """
+recipe: g
+rules:
+  - {layers: "layers.**", fprop: fp8_e4m3, dgrad: fp8_e4m3}
+shards: {all_gather: fp8_e4m3}
+"""
 TABLES = Tables(forward="fp8_e4m3/row+sr", backward="fp8_e5m2/row+sr")
 TRAINING = TrainingConfig(batch_size=32, eval_batch_size=50, steps=8, epochs=10, lr=5e-3)
 PRESET = Preset(
@@ -104,6 +110,24 @@ def stepped(ranks: Ranks) -> dict[str, Any]:
             "owners": one.exchange.owners}  # fmt: skip
 
 
+def gathered(ranks: Ranks) -> dict[str, Any]:
+    """Calls of steps whose gathers have scales that span ranks: with the wire, without it, and with it again."""
+    view = RankTask.of(task(None), ranks.rank, ranks.count)
+    one = RankArm(view.task, torch.device("cpu"), Recipe.from_yaml(GATHERED), None, STEPS, observe_every=1,
+                  ranks=ranks, view=view)  # fmt: skip
+    one.steady = True
+    step, batch = one.stepper(0), next(iter(one.batches(0)[0]))
+    switches = switch_collectives(one.module_in_place())
+    step(batch)
+    sent = {}
+    for name, run in (("first", lambda i: step(batch)), ("local", without_wire(lambda i: step(batch), switches)),
+                      ("again", lambda i: step(batch))):  # fmt: skip
+        with WireCount() as wire:
+            run(0)
+        sent[name] = {collective: count for collective, count in wire.calls.items() if count}
+    return sent
+
+
 def rank(rank: int, folder: Path, port: str) -> None:
     """Run everything as one of the ranks, and leave what it found."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -117,7 +141,7 @@ def rank(rank: int, folder: Path, port: str) -> None:
     found["whole"] = trained(arm(ranks, None, recipe=False), 0)
     for name, tables in (("rowwise", Tables()), ("rowwise whole", None)):
         found[name] = trained(arm(ranks, tables, table_lr=0.05, recipe=False), 0)
-    found["stepped"] = stepped(ranks)
+    found["stepped"], found["gathered"] = stepped(ranks), gathered(ranks)
     # Two replicas of one shard each.
     mesh = init_device_mesh("cpu", (RANKS, 1), mesh_dim_names=("replica", "shard"))
     replicas = Ranks(place, mesh, ranks._host, watch, LIMIT)

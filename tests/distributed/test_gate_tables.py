@@ -240,6 +240,14 @@ def test_a_step_without_a_wire_sends_no_rows_and_none_lack_afterwards(arms) -> N
         assert sent["local"] == {}
 
 
+def test_a_step_without_a_wire_finds_no_scales_with_others(arms) -> None:
+    for found in arms:
+        sent = found["gathered"]
+        assert sent["first"] == sent["again"]
+        assert sent["first"]["all_reduce"] == 1
+        assert sent["local"] == {}
+
+
 def test_rowwise_adagrad_runs_where_a_table_is(arms) -> None:
     for rank, found in enumerate(arms):
         owners = found["stepped"]["owners"]
