@@ -19,7 +19,7 @@ on the ranks that are padded.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -67,18 +67,20 @@ class AmaxReduction:
 AMAX_REDUCTION = AmaxReduction()
 
 
-class _Known:
+class Known:
     """What :func:`reduce_amaxes` found out about a shard, until that is written to; shared by all its views."""
 
     amax: Tensor | None = None
     #: Of the plain tensor, which somebody may write to directly.
     version: int = 0
-    #: Codes that a forward's gather made, for the same weight's gather in backward, and at which version.
+    #: Codes that a gather made, for those that follow, and at which version.
     codes: tuple[QuantizedTensor, int] | None = None
+    #: Whether they last until the weight is written to: :func:`keep_shard_codes`.
+    lasting: bool = False
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy, and a file, need no codes.
-        return {name: value for name, value in vars(self).items() if name != "codes"}
+        # A copy, and a file, need no codes, and have no optimizer that ends what they hold for.
+        return {name: value for name, value in vars(self).items() if name not in ("codes", "lasting")}
 
 
 class ShardedWeight(CodedWeight):
@@ -90,11 +92,11 @@ class ShardedWeight(CodedWeight):
     _rows: Tensor
     _full: tuple[int, int]
     _name: str
-    _known: _Known
+    _known: Known
 
     @staticmethod
     def __new__(
-        cls, values: Tensor, spec: Spec, full: tuple[int, int], name: str, known: _Known | None = None
+        cls, values: Tensor, spec: Spec, full: tuple[int, int], name: str, known: Known | None = None
     ) -> ShardedWeight:
         """Wrap ``values``, rows of a weight of shape ``full``; ``name`` is the layer's, for errors."""
         weight = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
@@ -108,7 +110,7 @@ class ShardedWeight(CodedWeight):
             requires_grad=values.requires_grad,
         )
         weight._rows, weight._spec, weight._full, weight._name = values, spec, full, name
-        weight._known = known or _Known()
+        weight._known = known or Known()
         return weight
 
     def source(self) -> Tensor:
@@ -185,19 +187,22 @@ class ShardedWeight(CodedWeight):
     def _quantized(self, first: int, reaches: str | None, amax: Tensor | None) -> QuantizedTensor:
         """This rank's codes: made in a forward, kept until the backward that gathers them again, then let go of.
 
-        Under a scale that other ranks share only where :func:`reduce_amaxes` found it for all of them: of what is
-        written to one rank's rows in between only that rank knows, and all must send codes of one scale.
+        With :func:`keep_shard_codes` they last until the weight is written to. Under a scale that other ranks share
+        they are kept only where :func:`reduce_amaxes` found it for all of them: of what is written to one rank's rows
+        in between only that rank knows, and all must send codes of one scale.
         """
+        known = self._known
         # Nobody tells a hook whether it gathers for a training: FSDP2 calls it without gradients in any case.
         backward = torch._C._current_graph_task_id() != -1
-        kept, self._known.codes = self._known.codes, None
-        if backward and kept is not None and kept[1] == self._rows._version:
+        kept, capturing = known.codes, self._rows.is_cuda and torch.cuda.is_current_stream_capturing()
+        if kept is not None and kept[1] == self._rows._version and (backward or known.lasting) and not capturing:
+            known.codes = kept if known.lasting else None
             _used_here(kept[0])
             return kept[0]
         made = quantize_rows(self._rows.detach(), self._spec, self._full, first, reaches, amax)
-        certain = reaches is None or self._known.amax is not None
-        if certain and not backward and not torch.is_inference_mode_enabled():
-            self._known.codes = made, self._rows._version
+        certain = (reaches is None or known.amax is not None) and not capturing
+        wanted = (known.lasting or not backward) and not torch.is_inference_mode_enabled()
+        known.codes = (made, self._rows._version) if certain and wanted else None
         return made
 
     def _amax(self, mesh: DeviceMesh, first: int, reaches: str) -> Tensor:
@@ -327,11 +332,16 @@ def reduce_amaxes(model: nn.Module) -> int:
     Raises:
         NarrowgateError: a weight is gathered at the moment.
     """
+    return reduce_amaxes_of(model.named_parameters())
+
+
+def reduce_amaxes_of(parameters: Iterable[tuple[str, Tensor]]) -> int:
+    """:func:`reduce_amaxes` of the weights among these named parameters."""
     from torch.distributed.tensor import DTensor
 
     meshes: dict[DeviceMesh, DeviceMesh] = {}
     waiting: dict[ProcessGroup, list[tuple[ShardedWeight, int, str]]] = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters:
         if isinstance(parameter, GatheredWeight):
             raise NarrowgateError(f"'{name}' is gathered at the moment: reshard the model first")
         local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter

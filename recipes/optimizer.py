@@ -68,15 +68,18 @@ def keep_weights_of(optimizer: Optimizer, *, everywhere: bool = True) -> None:
     """Quantize the weights that ``optimizer`` steps once a step; warn of layers where that is not possible, and why.
 
     A recipe is written for many machines: with ``everywhere`` off, weights that nothing would be saved on where they
-    are now, those on a CPU and shards, are passed over without a word.
+    are now, those on a CPU and shards that travel in high precision, are passed over without a word.
     """
+    from ..precision.kept_shards import keep_shard_codes
     from ..precision.kept_weights import keep_weights, worth_keeping
     from ..precision.optimizer_state import write_codes
 
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     layers: dict[str, list[str]] = {}
+    sharded = keep_shard_codes(optimizer)
     for name, reason in keep_weights(p for p in parameters if everywhere or worth_keeping(p)).items():
-        layers.setdefault(reason, []).append(name)
+        if name not in sharded:
+            layers.setdefault(reason, []).append(name)
     write_codes(optimizer)
     for reason, names in layers.items():
         warnings.warn(

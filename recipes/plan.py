@@ -347,14 +347,17 @@ class Plan:
     def refresh(self) -> None:
         """Quantize weights anew at their next use, after writes that nothing could see.
 
-        Those leave a tensor's version counter alone: through ``weight.data``, or by a collective.
+        Those leave a tensor's version counter alone: through ``weight.data``, or by a collective; of shards of FSDP2,
+        through the DTensors of a ``state_dict()``. With shards it is called on every rank.
 
         Only training forwards over weights that :meth:`wrap_optimizer` keeps need it; all others are quantized at each
         use, as is every weight in evaluation, and every use that a CUDA graph captured quantizes too.
         """
+        from ..precision.kept_shards import forget_shard_codes
         from ..precision.layer import forget_weight_codes
 
         forget_weight_codes()
+        forget_shard_codes()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as JSON-ready data."""

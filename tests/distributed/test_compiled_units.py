@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -168,7 +169,8 @@ def test_nothing_made_of_a_gathered_weight_outlives_the_forward(
     torch._dynamo.reset()
 
 
-def test_a_backward_gathers_the_codes_that_its_forward_made(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kept", [False, True])
+def test_codes_are_made_once_a_forward_or_once_a_step(kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """FSDP2's own calls, of one of two ranks whose collectives do nothing."""
     made: list[Any] = []
     quantize_rows = sharding.quantize_rows
@@ -176,16 +178,23 @@ def test_a_backward_gathers_the_codes_that_its_forward_made(monkeypatch: pytest.
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:
         model = nn.Sequential(Block(), Block())
-        apply_recipe(model, _recipe("fp8_e4m3/row", "fp8_e4m3/row", requantize=True))
+        plan = apply_recipe(model, _recipe("fp8_e4m3/row", "fp8_e4m3/row", requantize=True))
         mesh = init_device_mesh("cpu", (2,))
         for block in model:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if kept:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                plan.wrap_optimizer(optimizer, keep_weights=True)
         for step in range(2):
             for micro_batch in range(2):
                 model(torch.randn(8, 16)).sum().backward()
-                assert len(made) == 4 * (2 * step + micro_batch + 1), "four layers"
+                assert len(made) == 4 * (1 + (step if kept else 2 * step + micro_batch)), "four layers"
             optimizer.step()
+        plan.refresh()
+        model(torch.randn(8, 16))
+        assert len(made) == (12 if kept else 20)
     finally:
         dist.destroy_process_group()

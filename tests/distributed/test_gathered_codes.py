@@ -227,6 +227,22 @@ def test_a_write_to_a_weight_ends_what_is_known_of_it(found):
     assert "layer '0': its weight was written to since reduce_amaxes" in reduced["stale"]
 
 
+@pytest.mark.parametrize("case", ["tensor", "row_uneven", "block_split", "nvfp4_split"])
+def test_codes_that_are_made_once_a_step_train_the_same(found, alone, case):
+    kept = found[2]["kept"]
+    assert kept["layers"] == ["0", "2"]
+    assert_same(kept[case], alone(case), "losses", "gradients")
+    # Scales that span ranks are found by the end of a step, not by its gathers.
+    assert "all_reduce" not in kept[case]["wire"]["calls"]
+
+
+def test_a_write_that_nothing_sees_counts_once_codes_are_forgotten(found):
+    first, after, other_first, other_after = found[2]["kept"]["outputs"]
+    assert torch.equal(first, other_first)
+    assert torch.equal(after, other_after)
+    assert not torch.equal(first, after)
+
+
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_a_checkpoint_of_two_ranks_goes_on_with_others(found, alone, training, ranks):
     """Model and Adam through torch.distributed.checkpoint, saved by two."""

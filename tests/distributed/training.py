@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from narrowgate.precision import QuantizedTensor, Spec, operands, quantize
 from narrowgate.precision.gathered import CodedWeight, GatheredWeight
+from narrowgate.precision.kept_shards import forget_shard_codes, keep_shard_codes
 from narrowgate.precision.reduction import reduction_errors
 from narrowgate.precision.sharding import reduce_amaxes
 from narrowgate.precision.wire import WireCount
@@ -309,6 +310,30 @@ def _reduced(mesh: Any) -> dict[str, Any]:
     return found
 
 
+def _kept(mesh: Any) -> dict[str, Any]:
+    """Codes that are made once a step: of two trainings, and after a write that nothing can see."""
+    found: dict[str, Any] = {}
+    for case in ("tensor", "row_uneven", "block_split", "nvfp4_split"):
+        model = sharded(case, mesh)
+        optimizer = optimizer_of(model)
+        found["layers"] = sorted(keep_shard_codes(optimizer))
+        found[case] = train(model, case, optimizer)
+    x, _ = batch(CASES["row_uneven"][3][0], 0)
+    outputs = []
+    for kept in (True, False):
+        model = sharded("row_uneven", mesh)
+        if kept:
+            keep_shard_codes(optimizer_of(model))
+        outputs.append(model(x).detach())
+        model.reshard()
+        with torch.no_grad():  # below autograd, as a collective or a load into a state_dict writes
+            model.state_dict()["0.weight"].mul_(2)
+        if kept:
+            forget_shard_codes()
+        outputs.append(model(x).detach())
+    return found | {"outputs": outputs}
+
+
 def _checkpoint(mesh: Any, folder: Path) -> None:
     """Two trained steps, saved by torch.distributed.checkpoint with the optimizer."""
     model = sharded("block_split", mesh)
@@ -370,7 +395,7 @@ def _not_finite(mesh: Any) -> dict[str, Any]:
 
 #: What each number of ranks does, in this order: the checkpoint of two is read by one and by four.
 STAGES = {
-    2: [*CASES, "reduced", "meta", "policy", "not_finite", "checkpoint", *REDUCED, "idle"],
+    2: [*CASES, "reduced", "kept", "meta", "policy", "not_finite", "checkpoint", *REDUCED, "idle"],
     4: [
         "row_uneven",
         "block_split",
@@ -404,6 +429,8 @@ def rank(rank: int, ranks: int, folder: Path, device: str) -> None:
     for task in STAGES[ranks] if device == "cpu" else ON_GPUS:
         if task == "reduced":
             found[task] = _reduced(mesh)
+        elif task == "kept":
+            found[task] = _kept(mesh)
         elif task == "checkpoint":
             _checkpoint(mesh, folder)
         elif task == "resume":
