@@ -5,7 +5,10 @@ from __future__ import annotations
 import runpy
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 from narrowgate.models import get_preset
 
@@ -59,3 +62,21 @@ def test_what_cannot_be_set_is_one_line(
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("peers", [(), ("mlp",), ("logistic-regression", "mlp")])
+def test_the_table_has_the_peers_that_were_asked_for(peers: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    script = runpy.run_path(str(SCRIPT))
+    row, known = script["Row"], script["table"].__globals__
+
+    def stands_for(name: str) -> Any:
+        return lambda *_: row(name, np.ones((1, 2)), np.ones((1, 2)), 1.0)
+
+    monkeypatch.setitem(known, "PEERS", {name: stands_for(name) for name in script["PEERS"]})
+    monkeypatch.setitem(known, "gem", stands_for("gem-tiny"))
+    monkeypatch.setitem(known, "one_hot", lambda rows, events: np.ones((1, 1)))
+    given = SimpleNamespace(model="gem-tiny", set=[], steps=None, device="cpu", seeds=1, peers=peers)
+    found = [
+        line.split("|")[1].strip() for line in script["table"](given, "synthetic").splitlines() if "1.0000" in line
+    ]
+    assert found == [*peers, "gem-tiny"]
