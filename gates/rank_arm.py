@@ -224,7 +224,11 @@ class RankArm(Arm):
         return (super()._dropout_seed(seed) + self.job.rank * 0x9E3779B97F4A7C15) % 2**63
 
     def _after_step(self) -> None:
-        if self._plan is not None and self._plan.gather is not None and self._plan.gathered:
+        plan = self._plan
+        if plan is None or plan.gather is None or not plan.gathered:
+            return
+        # Of weights that are kept the optimizer itself finds them.
+        if plan.recipe.optimizer is None or not plan.recipe.optimizer.keep_weights:
             from ..precision.sharding import reduce_amaxes
 
             assert self._model is not None

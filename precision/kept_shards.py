@@ -21,6 +21,8 @@ from torch.optim import Optimizer
 from .sharding import Known, ShardedWeight, reduce_amaxes_of
 
 _LASTING: WeakSet[Known] = WeakSet()
+#: Whose steps end with finding scales, once each.
+_HOOKED: WeakSet[Optimizer] = WeakSet()
 
 
 def keep_shard_codes(optimizer: Optimizer) -> set[str]:
@@ -36,7 +38,8 @@ def keep_shard_codes(optimizer: Optimizer) -> set[str]:
         names.add(local._name)
         local._known.lasting = True
         _LASTING.add(local._known)
-    if names:
+    if names and optimizer not in _HOOKED:
+        _HOOKED.add(optimizer)
         optimizer.register_step_post_hook(torch.compiler.disable(_after_step))  # type: ignore[arg-type]
         _after_step(optimizer)
     return names

@@ -110,10 +110,10 @@ def stepped(ranks: Ranks) -> dict[str, Any]:
             "owners": one.exchange.owners}  # fmt: skip
 
 
-def gathered(ranks: Ranks) -> dict[str, Any]:
+def gathered(ranks: Ranks, recipe: str) -> dict[str, Any]:
     """Calls of steps whose gathers have scales that span ranks: with the wire, without it, and with it again."""
     view = RankTask.of(task(None), ranks.rank, ranks.count)
-    one = RankArm(view.task, torch.device("cpu"), Recipe.from_yaml(GATHERED), None, STEPS, observe_every=1,
+    one = RankArm(view.task, torch.device("cpu"), Recipe.from_yaml(recipe), None, STEPS, observe_every=1,
                   ranks=ranks, view=view)  # fmt: skip
     one.steady = True
     step, batch = one.stepper(0), next(iter(one.batches(0)[0]))
@@ -141,7 +141,8 @@ def rank(rank: int, folder: Path, port: str) -> None:
     found["whole"] = trained(arm(ranks, None, recipe=False), 0)
     for name, tables in (("rowwise", Tables()), ("rowwise whole", None)):
         found[name] = trained(arm(ranks, tables, table_lr=0.05, recipe=False), 0)
-    found["stepped"], found["gathered"] = stepped(ranks), gathered(ranks)
+    found["stepped"] = stepped(ranks)
+    found["gathered"] = [gathered(ranks, GATHERED + more) for more in ("", "optimizer: {keep_weights: true}\n")]
     # Two replicas of one shard each.
     mesh = init_device_mesh("cpu", (RANKS, 1), mesh_dim_names=("replica", "shard"))
     replicas = Ranks(place, mesh, ranks._host, watch, LIMIT)

@@ -6,12 +6,14 @@ import dataclasses
 import itertools
 import json
 import pickle
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from narrowgate.models import Batch, TrainingConfig
+from narrowgate.models import Batch, TrainingConfig, get_preset, open_data
+from narrowgate.models.data import stream
 from narrowgate.models.data.balance import Balance
 from narrowgate.models.data.loader import BatchStream
 from narrowgate.models.data.metrics import normalized_entropy
@@ -19,6 +21,7 @@ from narrowgate.models.data.stream import StreamDataset
 from narrowgate.models.data.stream_config import StreamConfig
 from narrowgate.precision.errors import NarrowgateError
 
+DOCS = Path(__file__).parents[2] / "docs" / "data.md"
 CONFIG = StreamConfig(
     users=3000, items=500, rows=64_000, held_out=9000, contexts=4, context_rows=200, median_events=12.0
 )
@@ -186,6 +189,39 @@ def test_balancing_evens_the_tokens_of_batches_out_and_the_bound_shrinks() -> No
     assert spread["even"] < 0.1 * spread["plain"]
     shapes = [next(iter(data.train_batches(0))).events.shape[0] for data in (even, plain)]
     assert shapes[0] < shapes[1]
+
+
+ROWS = {
+    "`gem-base`, shuffled": ("gem-base", None),
+    "`gem-long`, shuffled": ("gem-long", None),
+    "`sub_batch=32`": ("gem-base", Balance(sub_batch=32)),
+    "`sub_batch=18`": ("gem-long", Balance(sub_batch=18)),
+}
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_what_the_docs_say_of_dealt_batches_is_what_is_counted(row: str) -> None:
+    name, balance = ROWS[row]
+    preset = get_preset(name)
+    training = dataclasses.replace(preset.training, balance=balance)
+    data = open_data("synthetic", dataclasses.replace(preset, training=training), steps=200)
+    assert isinstance(data, StreamDataset)
+    size = training.batch_size
+    lengths = [data._lengths(stream._TRAIN, 0, number, size) for number in range(200)]
+    tokens = np.array([batch.sum() for batch in lengths])
+    bound = stream.padded_tokens(data._typical, size, training, balanced=True)
+    dead = np.mean([1 - count / max(bound, training.round_up(int(count))) for count in tokens])
+    found = [over_their_mean(tokens.reshape(-1, 8)), dead]
+    found += [
+        over_their_mean(np.array([[p.sum() for p in np.split(b, ranks)] for b in lengths[:64]])) for ranks in (2, 4, 8)
+    ]
+    (line,) = [line for line in DOCS.read_text(encoding="utf-8").splitlines() if line.startswith(f"| {row} |")]
+    said = re.findall(r"[0-9.]+", line.removeprefix(f"| {row} |"))
+    assert [f"{100 * x:.{len(one.partition('.')[2])}f}" for x, one in zip(found, said, strict=True)] == said
+
+
+def over_their_mean(loads: np.ndarray) -> float:
+    return float((loads.max(1) / loads.mean(1) - 1).mean())
 
 
 def test_impossible_settings_say_why() -> None:
