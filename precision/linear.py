@@ -114,7 +114,11 @@ def linear_product(
         flat = input.reshape(-1, weight.shape[1])
         draw_or_none = draw if state.stochastic else None
         out = _LinearFunction.apply(flat, weight, bias, draw_or_none, state, dtype, recording, kept)
-    return out.reshape(*input.shape[:-1], weight.shape[0])
+    if input.dim() == 2:
+        return out
+    # Not a view: FSDP2 gathers the weight for backward in a hook on what the layer returned, and of a view that is then
+    # written to in place autograd drops the hooks.
+    return torch.ops.aten._unsafe_view(out, [*input.shape[:-1], weight.shape[0]])
 
 
 def lower_linear(module: nn.Linear, config: LinearConfig, *, name: str = "", seed: int = 0) -> None:

@@ -61,7 +61,7 @@ class LowPrecisionMatMul(LowPrecisionLayer, MatMul):
             second = weight.expand(*batch, *weight.shape[-2:]).reshape(-1, *weight.shape[-2:])
         with torch.autocast(device, enabled=False):
             out = _MatMulFunction.apply(first, second, draw if state.stochastic else None, state, dtype, recording)
-        return out.reshape(*batch, input.shape[-2], weight.shape[-1])
+        return torch.ops.aten._unsafe_view(out, [*batch, input.shape[-2], weight.shape[-1]])
 
 
 def matmul_support(gemm: GemmConfig) -> Support:

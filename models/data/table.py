@@ -1,7 +1,8 @@
 """Batches from a user's CSV or Parquet file, read as a stream: the file may be larger than memory.
 
 Opening a table reads it once: rows are counted and checked, numbers are measured, base rates taken. Every training
-epoch reads it again, shuffling as many rows at a time as the schema says. Ids are hashed, so no vocabulary is kept.
+epoch reads it again, in a thread beside the training, shuffling as many rows at a time as the schema says. Ids are
+hashed, so no vocabulary is kept.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from ..presets import TrainingConfig
 from .balance import deal
 from .host_rows import HostRows
 from .loader import BatchStream, no_times, padded_bound
+from .read_ahead import read_ahead
 from .table_columns import Mask
 from .table_file import BadRows, TableFile
 from .table_rows import Checked, RowReader
@@ -116,8 +118,10 @@ class TableDataset:
         self._reader = RowReader(schema, max_events, file.first + file.records - last, times=times)
         self._bad = file.bad_rows()
         self._totals = _Totals()
+        self._pieces = 0
         for part in self._parts(self._bad):
             self._totals.add(part)
+            self._pieces += 1
         self._bad.warn()
         self._check()
         self._mean, self._deviation = self._totals.number_scale()
@@ -202,11 +206,16 @@ class TableDataset:
                 yield replace(part.rows.take(kept), dense=dense)
 
     def _train(self, seed: int, start: int) -> Iterator[Batch]:
+        size, balance = self.training.batch_size, self.training.balance
+        bound = self._token_bound(1 if balance is None else balance.pool)
+        for rows in read_ahead(self._train_rows(seed, start)):
+            yield self._batch(rows, size, bound)
+
+    def _train_rows(self, seed: int, start: int) -> Iterator[HostRows]:
         generator = np.random.default_rng(seed)
         size, balance = self.training.batch_size, self.training.balance
         pool = size * (1 if balance is None else balance.pool)
         capacity = max(self.schema.shuffle, pool)
-        bound = self._token_bound(pool // size)
         waiting: list[HostRows] = []
         number = 0
         while number < self.steps:
@@ -222,14 +231,16 @@ class TableDataset:
                         if number >= self.steps:
                             return
                         if number >= start:
-                            yield self._batch(rows.take(chosen[place : place + size]), size, bound)
+                            yield rows.take(chosen[place : place + size])
                         number += 1
                 waiting.append(rows.take(order[whole:]))
             assert number > before or sum(map(len, waiting)), "an epoch brings rows"
 
     def _epoch(self, waiting: list[HostRows], capacity: int) -> Iterator[HostRows]:
         """Yield the training rows of one epoch in buffers of ``capacity``; ``waiting`` holds what no batch took yet."""
-        for rows in self._rows(held_out=False):
+        # While batches are made of one buffer the rows of the next are read.
+        pieces = -(-capacity * self._pieces // self._totals.train)
+        for rows in read_ahead(self._rows(held_out=False), pieces):
             waiting.append(rows)
             if sum(map(len, waiting)) >= capacity:
                 joined = HostRows.join(waiting)
@@ -240,6 +251,11 @@ class TableDataset:
         yield joined
 
     def _evaluate(self, start: int) -> Iterator[Batch]:
+        size = self._eval_size()
+        for rows in read_ahead(self._held_out_rows(start)):
+            yield self._batch(rows, size, self.training.round_up(int(rows.lengths.sum())))
+
+    def _held_out_rows(self, start: int) -> Iterator[HostRows]:
         size, number = self._eval_size(), 0
         waiting: list[HostRows] = []
         left = self._totals.held_out
@@ -249,8 +265,7 @@ class TableDataset:
                 joined = HostRows.join(waiting)
                 taken = min(size, there)
                 if number >= start:
-                    chosen = joined.take(np.arange(taken))
-                    yield self._batch(chosen, size, self.training.round_up(int(chosen.lengths.sum())))
+                    yield joined.take(np.arange(taken))
                 number, left = number + 1, left - taken
                 waiting[:] = [joined.take(np.arange(taken, there))] if there > taken else []
 

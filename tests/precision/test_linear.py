@@ -291,6 +291,19 @@ def test_a_frozen_weight_gets_no_gradient_and_a_frozen_input_none(batch):
     assert module.weight.grad is not None
 
 
+@pytest.mark.parametrize("shape", [(48,), (6, 48), (2, 3, 48)])
+def test_hooks_on_its_result_survive_a_write_in_place(shape):
+    """As FSDP2's, which gathers a weight for backward where what the layer returned gets its gradient."""
+    ran = []
+    y = lowered(ROW)(torch.randn(shape))
+    y.register_hook(lambda grad: ran.append(grad.shape))
+    expected = y.detach().relu()
+    y.relu_()
+    y.sum().backward()
+    assert torch.equal(y, expected)
+    assert ran == [y.shape]
+
+
 def test_gradients_accumulate_over_micro_batches(batch):
     module = lowered(ROW)
     once = run(module, *batch)[2]
