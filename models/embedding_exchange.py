@@ -12,15 +12,14 @@ behind the other, computes the same outputs and gradients with the same formats.
 
 What a rank's loss averages over its own rows counts 1/ranks, as the gradients that DDP averages. Codes travel as
 uint8: Gloo knows no FP8. The ranks tell each other how many rows they ask for, which waits for the device once a
-lookup; a compiled model breaks its graph there. torchrec, where it is installed, shards tables in more ways; nothing
-here uses it.
+lookup; a compiled model breaks its graph there. Tables that torchrec shards travel in the same formats by
+:mod:`narrowgate.models.torchrec_codecs`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -30,12 +29,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..precision.errors import NarrowgateError
-from ..precision.exchanged_rows import Exchanged, Request, code_bytes, place_tables, row_bytes, unsupported_rows
-from ..precision.quantization import QuantizedTensor, quantize
-from ..precision.rounding import torch_dtype
-from ..precision.spec import Spec, as_spec
+from ..precision.exchanged_rows import Exchanged, Request, place_tables
+from ..precision.spec import Spec
 from ..precision.stochastic import Shard, call_key, stream_key
 from .embedding import SparseArch
+from .row_wire import RowWire
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -43,62 +41,6 @@ if TYPE_CHECKING:
 _KINDS = ("tables", "bags")
 #: Its own type hides that it takes methods.
 _uncompiled: Any = torch.compiler.disable
-
-
-def torchrec_version() -> str | None:
-    """Return the installed version of torchrec, None where it is absent; no part of this module needs it."""
-    try:
-        return metadata.version("torchrec")
-    except metadata.PackageNotFoundError:
-        return None
-
-
-class Wire:
-    """How rows [n, d] travel in one format: as bytes [n, :meth:`row_bytes`].
-
-    Raises:
-        NarrowgateError: a format without codes of whole bytes, or whose scales reach over more than a row.
-    """
-
-    def __init__(self, spec: Spec | str, what: str) -> None:
-        self.spec = as_spec(spec)
-        expected = unsupported_rows(self.spec)
-        if expected is not None:
-            raise NarrowgateError(f"{what}: found '{self.spec}', expected {expected}")
-        dtype = torch_dtype(self.spec.fmt.element)
-        assert dtype is not None
-        self.dtype: torch.dtype = dtype
-
-    @property
-    def sent_as(self) -> torch.dtype:
-        """What collectives are given: values as they are, codes and scales as bytes."""
-        return self.dtype if self.spec.high_precision else torch.uint8
-
-    def row_bytes(self, width: int) -> int:
-        """Bytes of one row of ``width`` elements."""
-        return row_bytes(self.spec, width)
-
-    def pack(self, rows: Tensor, key: int | Tensor | None = None, shard: Shard | None = None) -> Tensor:
-        """[n, d] -> uint8 [n, row_bytes(d)].
-
-        Args:
-            rows: any float dtype.
-            key: of the random bits, where the format rounds stochastically.
-            shard: where ``rows`` lie among those of all ranks.
-        """
-        found = quantize(rows, self.spec, dim=1, seed=key if self.spec.sr else None, shard=shard)
-        codes = found.data.contiguous().view(torch.uint8)
-        return codes if found.scale is None else torch.cat([codes, found.scale.contiguous().view(torch.uint8)], 1)
-
-    def unpack(self, payload: Tensor, width: int) -> Tensor:
-        """Uint8 [n, row_bytes(d)] -> [n, d], FP32."""
-        end = code_bytes(self.spec, width)
-        codes = payload[:, :end].contiguous().view(self.dtype)
-        # A copy always: of a single row the part is contiguous already, at an address that need not be a multiple of 4.
-        parts = payload[:, end:].clone(memory_format=torch.contiguous_format)
-        scale = None if self.spec.high_precision else parts.view(torch.float32)
-        shape = (payload.shape[0], width)
-        return QuantizedTensor(codes, scale, None, self.spec, 1, shape).dequantize()
 
 
 @dataclass(frozen=True)
@@ -151,7 +93,7 @@ class EmbeddingExchange:
         seed: int = 0,
     ) -> None:
         self.owners, self.width = dict(owners), width
-        self.forward, self.backward = Wire(forward, "forward"), Wire(backward, "backward")
+        self.forward, self.backward = RowWire(forward, "forward"), RowWire(backward, "backward")
         self.group, self.seed = group, seed
         there = dist.is_available() and dist.is_initialized()
         self.ranks = dist.get_world_size(group) if there else 1

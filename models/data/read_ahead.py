@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 T = TypeVar("T")
 
 
-def read_ahead(items: Iterator[T], ahead: int = 4) -> Iterator[T]:
+def read_ahead(items: Iterator[T], ahead: int = 4) -> Generator[T, None, None]:
     """Yield what ``items`` does, in its order, made by a thread of its own.
 
     Reading, unpacking and parsing leave Python's lock to others most of the time. The thread ends with the items, at

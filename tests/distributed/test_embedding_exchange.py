@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from narrowgate.models import GemTask
-from narrowgate.models.embedding_exchange import Wire, place_tables, shard_tables
+from narrowgate.models.embedding_exchange import place_tables, shard_tables
+from narrowgate.models.row_wire import RowWire
 from narrowgate.precision import quantize
 from narrowgate.precision.errors import NarrowgateError
 from narrowgate.precision.exchanged_rows import Exchanged, Request
@@ -96,7 +97,7 @@ def test_a_nan_takes_its_own_row_with_it_and_no_other(ranks: list[Any]) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_codes_and_scales_are_all_that_travels(ranks: list[Any], script: ModuleType, case: str) -> None:
-    ahead, back = (Wire(spec, "x").row_bytes(script.WIDTH) for spec in script.FORMATS[case])
+    ahead, back = (RowWire(spec, "x").row_bytes(script.WIDTH) for spec in script.FORMATS[case])
     size = {"fp32": 4 * script.WIDTH, "bf16": 2 * script.WIDTH}
     assert (ahead, back) == tuple(size.get(spec.split("+")[0], script.WIDTH + 4) for spec in script.FORMATS[case])
     for rank, found in enumerate(ranks):
@@ -157,7 +158,7 @@ def test_a_sharded_model_trains_as_the_whole_one(ranks: list[Any], script: Modul
 @pytest.mark.parametrize("rows", [0, 1, 2])
 @pytest.mark.parametrize("spec", ["fp32", "bf16", "fp8_e4m3/row"])
 def test_few_rows_of_any_width_travel(spec: str, rows: int) -> None:
-    x, wire = torch.arange(5.0 * rows).view(rows, 5), Wire(spec, "x")
+    x, wire = torch.arange(5.0 * rows).view(rows, 5), RowWire(spec, "x")
     payload = wire.pack(x)
     assert payload.shape == (rows, wire.row_bytes(5))
     assert torch.equal(wire.unpack(payload, 5), quantize(x, spec, dim=1).dequantize())

@@ -75,8 +75,41 @@ def test_the_table_has_the_peers_that_were_asked_for(peers: tuple[str, ...], mon
     monkeypatch.setitem(known, "PEERS", {name: stands_for(name) for name in script["PEERS"]})
     monkeypatch.setitem(known, "gem", stands_for("gem-tiny"))
     monkeypatch.setitem(known, "one_hot", lambda rows, events: np.ones((1, 1)))
-    given = SimpleNamespace(model="gem-tiny", set=[], steps=None, device="cpu", seeds=1, peers=peers)
+    given = SimpleNamespace(model="gem-tiny", set=[], steps=None, device="cpu", seeds=1, peers=peers, kept=None)
     found = [
         line.split("|")[1].strip() for line in script["table"](given, "synthetic").splitlines() if "1.0000" in line
     ]
     assert found == [*peers, "gem-tiny"]
+
+
+def test_lines_that_are_kept_are_not_made_again(
+    script: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row, known, made = script["Row"], script["table"].__globals__, []
+
+    def stands_for(name: str) -> Any:
+        def make(*_: Any) -> Any:
+            made.append(name)
+            return row(name, np.full((2, 2), 0.5 + len(made) / 64), np.ones((2, 2)), 1.0)
+
+        return make
+
+    monkeypatch.setitem(known, "PEERS", {name: stands_for(name) for name in script["PEERS"]})
+    monkeypatch.setitem(known, "gem", stands_for("gem-tiny"))
+    monkeypatch.setitem(known, "one_hot", lambda rows, events: np.ones((1, 1)))
+
+    def table(**changed: Any) -> str:
+        given = {"model": "gem-tiny", "set": [], "steps": [3], "device": "cpu", "seeds": 2, "peers": ["mlp"]} | changed
+        return script["table"](SimpleNamespace(kept=tmp_path, **given), "synthetic")
+
+    table(peers=[])
+    assert made == ["gem-tiny"]
+    table(steps=[])
+    assert made == ["gem-tiny", "mlp"]
+    both = table()
+    assert made == ["gem-tiny", "mlp"]
+    assert "gem-tiny on a CPU" in both
+    assert "mlp on a CPU" in both
+    for changed in ({"seeds": 3, "peers": []}, {"steps": [4], "peers": []}, {"seeds": 3}):
+        table(**changed)
+    assert made == ["gem-tiny", "mlp", "gem-tiny", "gem-tiny", "mlp"]
