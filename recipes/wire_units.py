@@ -50,6 +50,11 @@ class Sharding:
             if dtype is not None and dtype not in SIZES:
                 hint = did_you_mean(dtype, SIZES)
                 raise NarrowgateError(f"{name}: found '{dtype}', expected {', '.join(SIZES)}{hint}")
+        if not isinstance(self.reshard, bool):
+            raise NarrowgateError(
+                f"reshard: found {self.reshard!r}, expected True or False: FSDP2 refuses a number of ranks"
+                " (reshard_after_forward) for weights that are gathered as codes, and no plan prices it for others"
+            )
 
 
 @dataclass(frozen=True)

@@ -145,6 +145,8 @@ def test_policies_dtypes_are_those_of_what_has_no_codes() -> None:
     assert set(found["reduce-scatter"]) == {"fp32"}
     with pytest.raises(NarrowgateError, match="reduce_dtype: found 'fp23', expected fp32, bf16, fp16; did you mean"):
         Sharding(reduce_dtype="fp23")
+    with pytest.raises(NarrowgateError, match="reshard: found 2, expected True or False: FSDP2 refuses"):
+        Sharding(reshard=2)  # type: ignore[arg-type]
 
 
 def test_frozen_parameters_are_gathered_and_not_reduced() -> None:
