@@ -98,7 +98,7 @@ class EmbeddingExchange:
         there = dist.is_available() and dist.is_initialized()
         self.ranks = dist.get_world_size(group) if there else 1
         self.rank = dist.get_rank(group) if there else 0
-        #: Lookups with gradients so far, by what they are for: random bits follow from it. A resumed training sets it.
+        #: Lookups with gradients so far, by what they are for: random bits follow from it.
         self.draws: dict[str, int] = {}
         #: What the last lookup of each kind asked for, on all ranks.
         self.asked: dict[str, tuple[Request, ...]] = {}
@@ -268,6 +268,14 @@ class ShardedSparseArch(SparseArch):
             own = {name: table for name, table in every.items() if exchange.owners[f"{kind}.{name}"] == exchange.rank}
             setattr(made, kind, nn.ModuleDict(own))
         return made
+
+    def exchange_state(self) -> dict[str, int]:
+        """What random bits follow from, for :func:`narrowgate.recipes.recipe_state`: lookups so far."""
+        return dict(self.exchange.draws)
+
+    def load_exchange_state(self, state: Mapping[str, int]) -> None:
+        """Restore what :meth:`exchange_state` returned."""
+        self.exchange.draws = {what: int(count) for what, count in state.items()}
 
     def look_up(self, what: str, asked: Sequence[tuple[str, str, Tensor]]) -> list[Tensor]:
         """As :meth:`SparseArch.look_up`, from whichever ranks own the tables."""

@@ -22,7 +22,8 @@ def recipe_state(model: nn.Module) -> dict[str, Any]:
 
     Keys: ``version``; ``recipes`` and ``names``, the hash and the name of each applied recipe by the name of its
     module; ``layers``, the tensors of each low-precision layer by its name; ``reductions``, by the name of each
-    recipe's module whose gradients are reduced in low precision.
+    recipe's module whose gradients are reduced in low precision; ``exchanges``, of modules that exchange rows of
+    embedding tables, by their names.
 
     Raises:
         NarrowgateError: no recipe is applied.
@@ -36,6 +37,7 @@ def recipe_state(model: nn.Module) -> dict[str, Any]:
         "names": {name: recipe.name for name, recipe in applied.items()},
         "layers": {name: layer_state(module).state_dict() for name, module in _layers(model).items()},
         "reductions": {name: reduction.state_dict() for name, reduction in _reductions(model).items()},
+        "exchanges": {name: module.exchange_state() for name, module in _exchanges(model).items()},
     }
 
 
@@ -70,6 +72,10 @@ def load_recipe_state(model: nn.Module, state: dict[str, Any]) -> None:
     for name, reduction in _reductions(model).items():
         if name in reductions:  # another recipe's state may have none, which the hashes told
             reduction.load_state_dict(reductions[name])
+    exchanges = state.get("exchanges", {})
+    for name, module in _exchanges(model).items():
+        if name in exchanges:  # tables may have been whole when the state was taken
+            module.load_exchange_state(exchanges[name])
 
 
 class RecipeState:
@@ -99,6 +105,11 @@ def _layers(model: nn.Module) -> dict[str, LowPrecisionLayer]:
 def _reductions(model: nn.Module) -> dict[str, GradientReduction]:
     found = ((name, reduction_of(module)) for name, module, _ in named_modules(model))
     return {name: reduction for name, reduction in found if reduction is not None}
+
+
+def _exchanges(model: nn.Module) -> dict[str, Any]:
+    """Modules that say by their methods that they exchange rows; what they are is defined above this package."""
+    return {name: module for name, module, _ in named_modules(model) if hasattr(module, "exchange_state")}
 
 
 def _told(recipes: dict[str, tuple[str, str | None]]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -14,7 +15,7 @@ from narrowgate.models.row_wire import RowWire
 from narrowgate.precision import quantize
 from narrowgate.precision.errors import NarrowgateError
 from narrowgate.precision.exchanged_rows import Exchanged, Request
-from narrowgate.recipes import Tables
+from narrowgate.recipes import Recipe, Tables, apply_recipe, load_recipe_state, recipe_state
 from narrowgate.recipes.wire_tables import busiest, table_calls
 
 CASES = ("fp32", "bf16", "fp8", "fp8_both", "fp8_random")
@@ -182,3 +183,32 @@ def test_tables_are_sharded_once(script: ModuleType) -> None:
     shard_tables(model)
     with pytest.raises(NarrowgateError, match="sharded already"):
         shard_tables(model)
+
+
+def test_a_resumed_training_draws_the_bits_that_follow(script: ModuleType) -> None:
+    task = GemTask.open(script.PRESET, "synthetic")
+    tables = {"forward": "fp8_e4m3/row+sr", "backward": "fp8_e5m2/row+sr"}
+    recipe = Recipe.from_dict({"recipe": "x", "rules": [{"layers": "**", "all": "bf16"}], "shards": {"tables": tables}})
+    batches = list(task.train_batches(0))[:3]
+
+    def model() -> torch.nn.Module:
+        torch.manual_seed(0)
+        made = task.build_model()
+        apply_recipe(made, recipe)
+        shard_tables(made, **tables)
+        return made
+
+    def step(made: torch.nn.Module, number: int) -> list[torch.Tensor]:
+        made.zero_grad()
+        task.loss(made, batches[number]).backward()
+        return [parameter.grad.clone() for parameter in made.parameters() if parameter.grad is not None]
+
+    straight = model()
+    found = [step(straight, number) for number in range(3)]
+    first = model()
+    for number in range(2):
+        step(first, number)
+    resumed = model()
+    load_recipe_state(resumed, copy.deepcopy(recipe_state(first)))
+    assert all(map(torch.equal, step(resumed, 2), found[2]))
+    assert not all(map(torch.equal, step(model(), 2), found[2]))

@@ -68,7 +68,7 @@ def test_applying_changes_what_backward_reads_and_removing_undoes_it():
     apply_recipe(model, recipe())
     kept = grads(model)
     assert list(model.state_dict()) == keys
-    assert set(recipe_state(model)) == {"version", "recipes", "names", "layers", "reductions"}
+    assert set(recipe_state(model)) == {"version", "recipes", "names", "layers", "reductions", "exchanges"}
     assert torch.equal(kept[0], operand[0])
     assert not any(torch.equal(a, b) for a, b in zip(kept[1][:2], operand[1][:2], strict=True))
     copied = grads(copy.deepcopy(model))
