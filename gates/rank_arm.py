@@ -229,7 +229,7 @@ class RankArm(Arm):
             return
         # Of weights that are kept the optimizer itself finds them.
         if plan.recipe.optimizer is None or not plan.recipe.optimizer.keep_weights:
-            from ..precision.sharding import reduce_amaxes
+            from ..precision.joint_amaxes import reduce_amaxes
 
             assert self._model is not None
             reduce_amaxes(self._model)

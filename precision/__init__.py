@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .errors import NarrowgateError, NotBuiltError, SpecError
     from .formats import FORMATS, ElementFormat, Format, get_format
     from .grouped import GroupedLinear
+    from .joint_amaxes import reduce_amaxes
     from .kernels.tuning import autotune
     from .layer import end_step, share_amaxes
     from .linear import LowPrecisionLinear, lower_linear, restore_linear
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from .optimizer_state import lower_state, state_bytes
     from .quantization import QuantizedTensor, quantize
     from .reduction import install_reduction, reduction_errors
-    from .sharding import reduce_amaxes
     from .spec import Spec, as_spec
     from .stochastic import Shard, call_key, stream_key
     from .wire import WireCount
@@ -44,7 +44,7 @@ _HOMES = {
     "QuantizedTensor": "quantization", "quantize": "quantization",
     "Shard": "stochastic", "call_key": "stochastic", "stream_key": "stochastic",
     "Spec": "spec", "as_spec": "spec",
-    "autotune": "kernels.tuning", "WireCount": "wire", "reduce_amaxes": "sharding",
+    "autotune": "kernels.tuning", "WireCount": "wire", "reduce_amaxes": "joint_amaxes",
     "install_reduction": "reduction", "reduction_errors": "reduction",
 }  # fmt: skip
 

@@ -2,7 +2,7 @@
 
 Without this a forward's codes serve its backward, and the next micro-batch makes its own. With it the first gather
 after a write makes them, for all until the next write: in other micro-batches, in backward and in evaluation. Scales
-that span ranks are found together at the end of the step (:func:`narrowgate.precision.sharding.reduce_amaxes`).
+that span ranks are found together at the end of the step (:func:`narrowgate.precision.reduce_amaxes`).
 
 A write is seen that is made through the Parameter, by an optimizer, by loading or through its ``data``, or that moves
 the version counter of the shard's own tensor. One that does neither, through the DTensors of a ``state_dict()`` or by
@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .sharding import Known, ShardedWeight, reduce_amaxes_of
+from .joint_amaxes import reduce_amaxes_of
+from .sharding import Known, ShardedWeight
 
 _LASTING: WeakSet[Known] = WeakSet()
 #: Whose steps end with finding scales, once each.

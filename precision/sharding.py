@@ -5,12 +5,12 @@ rank's shard what to send (``fsdp_pre_all_gather``) and makes the unsharded weig
 (``fsdp_post_all_gather``): a :class:`~narrowgate.precision.gathered.GatheredWeight`, whose codes are the GEMM operand.
 The codes are those of one process that quantizes the whole weight, bit for bit.
 
-**Scales.** FSDP2 shards whole rows, so every scale that reaches over one row or less is known to the rank that holds it
-and travels behind the codes in the same all-gather; so do the scales of square blocks where no shard ends within a
+**Scales.** FSDP2 shards whole rows, so every scale that reaches over one row or less is known to the rank that holds
+it and travels behind the codes in the same all-gather; so do the scales of square blocks where no shard ends within a
 block. A scale of the whole tensor, NVFP4's tensor level, or a block that shards split takes the largest amax over all
-ranks: one small all-reduce before the gather, or one for all weights of a step by :func:`reduce_amaxes`. Which of the
-two it is follows from the weight's shape and the number of ranks alone, the same on every rank. See
-:mod:`narrowgate.precision.shard_codes`.
+ranks: one small all-reduce before the gather, or one for all weights of a step by
+:func:`narrowgate.precision.reduce_amaxes`. Which of the two it is follows from the weight's shape and the number of
+ranks alone, the same on every rank. See :mod:`narrowgate.precision.shard_codes`.
 
 **Padding.** An all-gather takes as much from every rank, so each sends ceil(N / ranks) rows, the last ones padded
 with zeros. The hook has the signature without FSDP2's own check of padded shapes, which would refuse scales and only
@@ -19,7 +19,7 @@ on the ranks that are padded.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,7 +31,7 @@ from .errors import NarrowgateError
 from .gathered import CodedWeight, GatheredWeight, asked_part, written
 from .quantization import QuantizedTensor
 from .rounding import torch_dtype
-from .shard_codes import block_rows, own_amax, quantize_rows, reach, tensor_amaxes
+from .shard_codes import block_rows, own_amax, quantize_rows, reach
 from .spec import Spec
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ AMAX_REDUCTION = AmaxReduction()
 
 
 class Known:
-    """What :func:`reduce_amaxes` found out about a shard, until that is written to; shared by all its views."""
+    """What ``reduce_amaxes`` found out about a shard, until that is written to; shared by all its views."""
 
     amax: Tensor | None = None
     #: Of the plain tensor, which somebody may write to directly.
@@ -188,8 +188,8 @@ class ShardedWeight(CodedWeight):
         """This rank's codes: made in a forward, kept until the backward that gathers them again, then let go of.
 
         With :func:`keep_shard_codes` they last until the weight is written to. Under a scale that other ranks share
-        they are kept only where :func:`reduce_amaxes` found it for all of them: of what is written to one rank's rows
-        in between only that rank knows, and all must send codes of one scale.
+        they are kept only where ``reduce_amaxes`` found it for all of them: of what is written to one rank's rows in
+        between only that rank knows, and all must send codes of one scale.
         """
         known = self._known
         # Nobody tells a hook whether it gathers for a training: FSDP2 calls it without gradients in any case.
@@ -211,7 +211,7 @@ class ShardedWeight(CodedWeight):
         amax = self._known.amax
         if amax is None:
             amax = own_amax(self._rows.detach(), self._spec, self._full, first, reaches)
-            _reduce(amax, mesh.get_group())
+            reduce_amax(amax, mesh.get_group())
         elif self._rows.numel() and self._known.version != self._rows._version:
             raise NarrowgateError(
                 f"layer '{self._name}': its weight was written to since reduce_amaxes: call it once more after that"
@@ -317,54 +317,6 @@ def release_weights(modules: Sequence[nn.Module]) -> None:
             handle.remove()
 
 
-def reduce_amaxes(model: nn.Module) -> int:
-    """Find all scales that span ranks with one all-reduce for each process group, instead of one for each weight.
-
-    Optional; on every rank, after ``optimizer.step()``. Holds for all gathers until a weight is written to; what writes
-    through the tensors of a ``state_dict()`` and not through the Parameters has to call it again.
-
-    Args:
-        model: a model after ``fully_shard``, its weights sharded.
-
-    Returns:
-        How many weights the next gathers need no all-reduce for.
-
-    Raises:
-        NarrowgateError: a weight is gathered at the moment.
-    """
-    return reduce_amaxes_of(model.named_parameters())
-
-
-def reduce_amaxes_of(parameters: Iterable[tuple[str, Tensor]]) -> int:
-    """:func:`reduce_amaxes` of the weights among these named parameters."""
-    from torch.distributed.tensor import DTensor
-
-    meshes: dict[DeviceMesh, DeviceMesh] = {}
-    waiting: dict[ProcessGroup, list[tuple[ShardedWeight, int, str]]] = {}
-    for name, parameter in parameters:
-        if isinstance(parameter, GatheredWeight):
-            raise NarrowgateError(f"'{name}' is gathered at the moment: reshard the model first")
-        local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
-        if not isinstance(local, ShardedWeight) or not isinstance(parameter, DTensor):
-            continue
-        mesh = meshes.get(parameter.device_mesh)
-        if mesh is None:
-            mesh = meshes[parameter.device_mesh] = _shard_mesh(parameter.device_mesh)
-        _, first = local._place(mesh)
-        reaches = reach(local._spec, local._full[0], mesh.size())
-        if reaches is not None:
-            waiting.setdefault(mesh.get_group(), []).append((local, first, reaches))
-    groups = {group: _own_amaxes(shards) for group, shards in waiting.items()}
-    for group, found in groups.items():
-        joined = torch.cat([amax.reshape(-1) for _, amax in found])
-        _reduce(joined, group)
-        parts = joined.split([amax.numel() for _, amax in found])
-        for (local, amax), part in zip(found, parts, strict=True):
-            known = local._known
-            known.amax, known.version, known.codes = part.view(amax.shape), local._rows._version, None
-    return sum(map(len, groups.values()))
-
-
 def _same_rows(to: Any, source: Any) -> bool:
     """Whether one rank's rows are copied whole to where the same rows will lie."""
     if not isinstance(to, ShardedWeight) or not isinstance(source, ShardedWeight):
@@ -373,27 +325,10 @@ def _same_rows(to: Any, source: Any) -> bool:
     return alike == (source._spec, source._full, source._name, source.shape, source.dtype)
 
 
-def _reduce(amax: Tensor, group: ProcessGroup) -> None:
+def reduce_amax(amax: Tensor, group: ProcessGroup) -> None:
+    """Take the largest ``amax`` of the ranks, in place; see :class:`AmaxReduction`."""
     if not AMAX_REDUCTION.local:
         torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, group)
-
-
-def _shard_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    if mesh.ndim == 1:
-        return mesh
-    assert mesh.mesh_dim_names is not None
-    return mesh[mesh.mesh_dim_names[-1]]  # replicas beside shards: FSDP2 gathers over the last dimension
-
-
-def _own_amaxes(shards: list[tuple[ShardedWeight, int, str]]) -> list[tuple[ShardedWeight, Tensor]]:
-    """What this rank knows of the maxima of (weight, its first row here, what they reach)."""
-    scaled = [entry for entry in shards if entry[0]._spec.granularity == "tensor"]
-    amaxes = tensor_amaxes([local._rows.detach() for local, _, _ in scaled])
-    found = [(local, amax) for (local, _, _), amax in zip(scaled, amaxes, strict=True)]
-    for local, first, reaches in shards:
-        if local._spec.granularity != "tensor":
-            found.append((local, own_amax(local._rows.detach(), local._spec, local._full, first, reaches)))
-    return found
 
 
 def _used_here(quantized: QuantizedTensor) -> None:

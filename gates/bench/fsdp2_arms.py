@@ -89,7 +89,7 @@ class ShardedArm:
             from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
             return lambda: precompute_float8_dynamic_scale_for_fsdp(model)
-        from ...precision.sharding import reduce_amaxes
+        from ...precision.joint_amaxes import reduce_amaxes
 
         return lambda: reduce_amaxes(model)
 

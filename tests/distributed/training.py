@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from narrowgate.precision import QuantizedTensor, Spec, operands, quantize
 from narrowgate.precision.gathered import CodedWeight, GatheredWeight
+from narrowgate.precision.joint_amaxes import reduce_amaxes
 from narrowgate.precision.kept_shards import forget_shard_codes, keep_shard_codes
 from narrowgate.precision.reduction import reduction_errors
-from narrowgate.precision.sharding import reduce_amaxes
 from narrowgate.precision.wire import WireCount
 from narrowgate.recipes import Recipe, apply_recipe, recipe_state
 from torch import Tensor, nn

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from narrowgate.precision import Spec, quantize, shard_codes, sharding
+from narrowgate.precision import Spec, joint_amaxes, quantize, shard_codes, sharding
 from narrowgate.precision.shard_codes import own_amax, quantize_rows, reach
 
 SPECS = ["fp8_e4m3", "fp8_e5m2+pow2", "fp6_e2m3", "fp4_e2m1/128x128", "fp8_e4m3/row", "fp8_e4m3/1x16",
@@ -139,7 +139,7 @@ def test_a_backward_gathers_the_codes_that_its_forward_made(monkeypatch):
 
 def test_under_a_scale_that_ranks_share_a_backward_makes_codes_anew(monkeypatch):
     """Other ranks may not know that this one was written to, and send codes of one scale with it."""
-    monkeypatch.setattr(sharding, "_reduce", lambda amax, group: None)
+    monkeypatch.setattr(sharding, "reduce_amax", lambda amax, group: None)
     for write in (lambda rows: None, lambda rows: rows.mul_(2.0)):
         rows = torch.randn(4, 24)
         shard = sharding.ShardedWeight(rows, Spec.parse("fp8_e4m3"), (8, 24), "layer")
@@ -204,17 +204,17 @@ def test_reducing_again_forgets_codes_of_the_scale_before(monkeypatch):
     shard = sharding.ShardedWeight(rows, Spec.parse("fp8_e4m3"), (8, 24), "layer")
     parameter = _Distributed(shard)
     others = iter([10.0, 40.0])
-    monkeypatch.setattr(sharding, "_shard_mesh", lambda mesh: mesh)
-    monkeypatch.setattr(sharding, "_reduce", lambda amax, group: amax.fill_(next(others)))
+    monkeypatch.setattr(joint_amaxes, "_shard_mesh", lambda mesh: mesh)
+    monkeypatch.setattr(joint_amaxes, "reduce_amax", lambda amax, group: amax.fill_(next(others)))
     monkeypatch.setattr("torch.distributed.tensor.DTensor", _Distributed)
     model = SimpleNamespace(named_parameters=lambda: [("weight", parameter)])
-    sharding.reduce_amaxes(model)
+    joint_amaxes.reduce_amaxes(model)
     shard.fsdp_pre_all_gather(_Mesh())
     assert shard._known.codes is not None
     y = (torch.ones(2, requires_grad=True) * 2).sum()
     found = []
     y.register_hook(lambda grad: found.append(shard.fsdp_pre_all_gather(_Mesh())))
-    sharding.reduce_amaxes(model)
+    joint_amaxes.reduce_amaxes(model)
     y.backward()
     assert found[0][1][0] == 40 / 448
 
