@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -32,20 +33,44 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def tensors(batch: Any) -> Iterator[Tensor]:
-    """Yield the tensors of a batch in a fixed order."""
+    """Yield what a batch holds in a fixed order: tensors, arrays, and in containers numbers and texts, as tensors.
+
+    An object's own plain attributes, such as counters and names, are none of it.
+    """
     if isinstance(batch, Tensor):
         yield batch
+    elif isinstance(batch, np.ndarray):
+        yield from _of_array(batch)
     elif isinstance(batch, tuple | list):
         for part in batch:
-            yield from tensors(part)
+            yield from _of_part(part)
     elif isinstance(batch, Mapping):
         for part in batch.values():
-            yield from tensors(part)
+            yield from _of_part(part)
     elif hasattr(batch, "__dict__") and not isinstance(batch, type):
-        yield from tensors(vars(batch))
+        for part in vars(batch).values():
+            yield from tensors(part)
     elif dataclasses.is_dataclass(batch):
         for field in dataclasses.fields(batch):
             yield from tensors(getattr(batch, field.name))
+
+
+def _of_part(part: Any) -> Iterator[Tensor]:
+    if isinstance(part, str | bytes | bool | int | float | complex | np.generic):
+        text = part if isinstance(part, bytes) else repr(part).encode("utf-8", "surrogatepass")
+        yield torch.frombuffer(bytearray(type(part).__name__.encode() + b"\0" + text), dtype=torch.uint8)
+    else:
+        yield from tensors(part)
+
+
+def _of_array(array: np.ndarray[Any, Any]) -> Iterator[Tensor]:
+    if array.dtype == object:
+        for part in array.ravel().tolist():
+            yield from _of_part(part)
+        return
+    # As bytes, since PyTorch lacks some of NumPy's dtypes; what the bytes mean goes before them.
+    facts = f"{array.shape}{array.dtype.str}".encode()
+    yield torch.frombuffer(bytearray(facts + np.ascontiguousarray(array).tobytes()), dtype=torch.uint8)
 
 
 #: Words that are mixed at once on a device.

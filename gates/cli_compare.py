@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..precision.errors import on_one_line
 from .compare import Comparison, Difference, compare
 from .judgement import Gate
 from .render import gate_row
@@ -32,10 +33,10 @@ def compare_command(a: str, b: str, as_json: bool) -> None:
 
 def comparison_text(found: Comparison, a: str, b: str) -> str:
     """Return the comparison as plain text: verdicts, gates side by side, then what differs."""
-    names = [f"{v.upper()}: {name}" for v, name in zip(found.verdicts, found.recipes, strict=True)]
+    names = [f"{v.upper()}: {on_one_line(name)}" for v, name in zip(found.verdicts, found.recipes, strict=True)]
     parts = [f"A  {names[0]}  ({a})\nB  {names[1]}  ({b})"]
     if found.warnings:
-        parts.append("\n".join(found.warnings))
+        parts.append("\n".join(map(on_one_line, found.warnings)))
     rows = [["gate", "A", "[low estimate high]", "B", "[low estimate high]", "intervals"]]
     for pair in found.gates:
         name = " ".join(part for part in (pair.name, pair.task, pair.slice) if part is not None)
@@ -82,6 +83,7 @@ def _section(title: str, rows: Sequence[list[str]]) -> str:
 
 
 def _table(rows: Sequence[list[str]]) -> str:
+    rows = [[on_one_line(cell) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return "\n".join("  " + "  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in rows)
 

@@ -72,8 +72,8 @@ def gate_command(options: GateOptions) -> int:
         return _gates_of_file(options, options.config)
     run = prepared(options, pick_device(options.device))
     out = Path(options.out or DEFAULT_OUT)
+    _store(out, options.fresh)  # before asking for room, which what is kept may take
     check_writable(out)
-    _store(out, options.fresh)
     from .progress import make_progress, prints_aside
     from .run import run_gate
 
@@ -165,9 +165,9 @@ def _gates_of_file(options: GateOptions, config: str) -> int:
 
     specs = load_gates(Path(config), pick_device(options.device))
     out = Path(options.out or DEFAULT_OUT)
+    store = _store(out, options.fresh)
     check_writable(out)
     forget_summary(out)
-    store = _store(out, options.fresh)
     with make_progress(options.quiet) as progress, prints_aside():
         outcomes = run_gates(specs, progress, lambda outcome: write_outcome(outcome, out), store)
     for outcome in outcomes:

@@ -100,9 +100,9 @@ def _gate(options: GateOptions, ranks: Ranks, out: Path, names: list[str], shown
         # Said once is enough: all ranks do the same.
         warnings.showwarning = lambda *_, **__: None
     if ranks.first:
-        check_writable(out)
         if options.fresh:
             forget(out / FOLDER)
+        check_writable(out)
     names += [recipe.name for recipe in run.recipes]
     with RankProgress(make_progress(options.quiet or not ranks.first), ranks) as progress, prints_aside():
         shown.append(progress)

@@ -190,11 +190,11 @@ def search_command(options: SearchOptions) -> int:
     if repeated is not None:
         raise NarrowgateError(f"--from: recipe '{repeated}' is given twice; candidates are named after it")
     out = Path(options.out)
-    check_writable(out)
     kept, trainings = SearchStore(out / FOLDER), out / TRAININGS
     if options.fresh:
         kept.forget_screens()
         forget(trainings)
+    check_writable(out)
     source = TaskSource(
         task=options.task,
         model=options.model or "gem-tiny",

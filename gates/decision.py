@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
 from typing import Literal
 
 from . import looks, statistics
@@ -20,7 +19,7 @@ from .gate_stability import judge_stability
 from .gate_wire import wire_faults
 from .judgement import Gate, Judgement, Levels, Reason
 from .measurements import Measurements, Record
-from .policy import Policy
+from .policy import Policy, matches
 
 __all__ = ["Decision", "Gate", "Reason", "decide", "decide_family"]
 
@@ -129,7 +128,7 @@ def _judge_quality(m: Measurements, policy: Policy, levels: Levels) -> list[Judg
     judged = [judge(m, task, policy, here) for task in names for judge in (judge_ne, judge_auc, judge_gauc)]
     marked = list(m.rows.slices) if m.rows else []
     parts = [part for part in marked if policy.judges(part)]
-    parts += [pattern for pattern in policy.slices if not any(fnmatchcase(part, pattern) for part in marked)]
+    parts += [pattern for pattern in policy.slices if not any(matches(pattern, part) for part in marked)]
     judged += [
         judge(m, task, policy, here, part) for part in parts for task in m.tasks for judge in (judge_ne, judge_auc)
     ]

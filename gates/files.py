@@ -11,7 +11,7 @@ from pathlib import Path
 from ..precision.errors import NarrowgateError
 
 #: Bytes that a run needs at least: its reports together. A full disk takes an empty file and shows at the first byte.
-_ROOM = 2**19
+ROOM = 2**19
 
 
 def write_together(folder: Path, texts: Mapping[str, str], *, stale: tuple[str, ...] = ()) -> None:
@@ -59,7 +59,7 @@ def check_writable(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(prefix=".narrowgate.", dir=folder) as file:
-            file.write(b"\0" * _ROOM)
+            file.write(b"\0" * ROOM)
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:

@@ -101,4 +101,6 @@ def _too_little(found: ModuleTime, policy: Policy) -> str:
 
 
 def _more_quartets(found: ModuleTime, policy: Policy, threshold: float) -> str:
-    return more_quartets(total_log_ratios(found.modules), math.log(threshold), policy, "speed.min_quartets")
+    return more_quartets(
+        total_log_ratios(found.modules), math.log(threshold), policy, lambda _: "raise the policy's speed.min_quartets"
+    )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,8 +14,9 @@ from . import statistics
 from .attribution import owner_of_loss
 from .judgement import Gate, Judgement, Levels, Reason, Status
 from .measurements import Measurements, StepTime
+from .measurements_speed import BUDGET, HALF_WIDTH
 from .module_sums import owners_of_loss
-from .policy import Policy
+from .policy import Policy, SpeedPlan
 
 #: Peaks that grow over so many seeds in a row do so by chance once in 24 runs at most.
 _SEEDS_TO_GROW = 4
@@ -75,7 +78,7 @@ def judge_step_time(m: Measurements, policy: Policy, levels: Levels) -> Judgemen
         text += f" Most of what it loses: {kernels} a step." if kernels else ""
         return result("fail", ("too_slow", text + (f" Of modules alone, {modules} lack most." if modules else "")))
     if device_time.lower(levels.accept) < threshold:
-        more = more_quartets(_log_ratios(step, "ms"), threshold, policy, "speed.budget_seconds")
+        more = more_quartets(_log_ratios(step, "ms"), threshold, policy, partial(_remedy, step.stopped, policy.speed))
         text = f"The step's speedup is {shown}: the interval holds {policy.min_speedup:g}x. {more}"
         return result("undecided", ("speed_interval", text))
     if host_time.lower(levels.accept) < threshold:
@@ -93,8 +96,15 @@ def _log_ratios(step: StepTime, clock: str) -> NDArray[np.float64]:
     return statistics.log_ratios(baseline, candidate)
 
 
-def more_quartets(ratios: NDArray[np.float64], threshold: float, policy: Policy, field: str) -> str:
-    """Say how many more quartets, which ``field`` of the policy would allow, may decide; log speedups and threshold."""
+def more_quartets(ratios: NDArray[np.float64], threshold: float, policy: Policy, remedy: Callable[[int], str]) -> str:
+    """Say how many more quartets may decide, and what would allow them.
+
+    Args:
+        ratios: log speedup of each quartet.
+        threshold: of the log speedup.
+        policy: the policy.
+        remedy: says what to change for so many quartets.
+    """
     mean, n, apart = float(ratios.mean()), len(ratios), policy.speed.run_to_run
     # However long one run measures, what differs between runs stays.
     endless = statistics.speedup([mean, mean], apart.sd, apart.df)
@@ -103,7 +113,19 @@ def more_quartets(ratios: NDArray[np.float64], threshold: float, policy: Policy,
     needed = statistics.seeds_needed(mean, float(ratios.std(ddof=1)), threshold, policy.alpha)
     if needed is None or needed <= n:
         return "It is so close that more measuring is unlikely to decide it."
-    return f"About {needed - n} more quartets would decide it: raise the policy's {field}."
+    return f"About {needed - n} more quartets would decide it: {remedy(needed)}."
+
+
+def _remedy(stopped: str | None, plan: SpeedPlan, needed: int) -> str:
+    """Return what of the plan of a step's measuring that ``stopped`` so to change for ``needed`` quartets."""
+    changes = []
+    if stopped is not None and stopped.startswith(HALF_WIDTH):
+        changes.append("lower the policy's speed.half_width")
+    if needed > plan.max_quartets:
+        changes.append("raise the policy's speed.max_quartets")
+    if stopped is None or stopped.startswith(BUDGET) or not changes:
+        changes.append("raise the policy's speed.budget_seconds")
+    return " and ".join(changes)
 
 
 def judge_memory(m: Measurements, policy: Policy) -> Judgement:

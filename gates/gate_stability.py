@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 
 from . import stability
 from .judgement import Gate, Judgement, Reason
-from .measurements import Measurements, SeedRun
+from .measurements import LossSummary, Measurements, SeedRun
 from .policy import Policy
 
 _KINDS = ("saturation", "underflow")
+#: Fewer seeds say nothing of how far a baseline's ends lie apart.
+_SEEDS_TO_SPREAD = 3
+#: Of a normal distribution, the standard deviation over the median absolute one.
+_MAD_TO_SD = 1.4826
 
 
 def judge_stability(m: Measurements, policy: Policy) -> Judgement:
     """Judge training's stability: seeds in which the candidate was unstable, of which none is allowed."""
-    events = {seed.seed: _events(seed, policy) for seed in m.seeds}
+    usual = _usual_end(m.seeds)
+    events = {seed.seed: _events(seed, usual, policy) for seed in m.seeds}
     lost = {kind: _past_limit(m.seeds, kind, policy) for kind in _KINDS}
     unstable = {seed for seed, why in events.items() if why} | {seed for past in lost.values() for seed in past}
     gate = Gate(
@@ -36,7 +42,7 @@ def judge_stability(m: Measurements, policy: Policy) -> Judgement:
     return Judgement(gate, reasons, 0.0 if gate.status == "pass" else None)
 
 
-def _events(seed: SeedRun, policy: Policy) -> list[tuple[str, str]]:
+def _events(seed: SeedRun, usual: float | None, policy: Policy) -> list[tuple[str, str]]:
     """Return (code, clause) for what happened to the candidate, the most telling first."""
     limits, own, base = policy.stability, seed.candidate.stability, seed.baseline.stability
     found = []
@@ -48,9 +54,11 @@ def _events(seed: SeedRun, policy: Policy) -> list[tuple[str, str]]:
         more = f" and {len(lost) - 1} more parameters" if len(lost) > 1 else ""
         text = f"the candidate's {lost[0]}{more} had no gradient in any observed step where the baseline's had"
         found.append(("no_gradient", text))
-    first, last = seed.baseline.losses.last, seed.candidate.losses.last
-    if first is not None and last is not None and last > limits.divergence_ratio * first:
-        text = f"the candidate ended at a training loss of {last:.5f} where the baseline has {first:.5f}"
+    end, last = seed.baseline.losses.last, seed.candidate.losses.last
+    if end is not None and last is not None and last > _farthest(seed.baseline.losses, usual, limits.divergence_ratio):
+        text = f"the candidate ended at a training loss of {last:.5f} where the baseline has {end:.5f}"
+        if usual is not None:
+            text += f" (and its seeds no more than {usual:.5f}, but for outliers)"
         found.append(("diverged", text))
     if own.spikes - base.spikes > limits.max_spikes:
         text = (
@@ -59,6 +67,31 @@ def _events(seed: SeedRun, policy: Policy) -> list[tuple[str, str]]:
         )
         found.append(("loss_spike", text))
     return found
+
+
+def _usual_end(seeds: Sequence[SeedRun]) -> float | None:
+    """Return the largest end loss that a baseline's own seeds make likely: median and three deviations.
+
+    The deviation is estimated from the median absolute one, which a seed that diverges itself does not move. None with
+    fewer than three seeds.
+    """
+    ends = [seed.baseline.losses.last for seed in seeds if seed.baseline.losses.last is not None]
+    if len(ends) < _SEEDS_TO_SPREAD:
+        return None
+    median = statistics.median(ends)
+    return median + 3 * _MAD_TO_SD * statistics.median(abs(end - median) for end in ends)
+
+
+def _farthest(baseline: LossSummary, usual: float | None, ratio: float) -> float:
+    """Return the end loss past which a candidate diverged: beyond a multiple of its baseline's, and beyond ``usual``.
+
+    Losses that are not positive have no multiples: there what the baseline gained stands for them.
+    """
+    end = baseline.last
+    assert end is not None
+    gained = 0.0 if baseline.first is None else baseline.first - end
+    allowed = end + (ratio - 1) * (end if end > 0 else max(abs(end), gained))
+    return allowed if usual is None else max(allowed, usual)
 
 
 def _limit(kind: str, policy: Policy) -> float:

@@ -19,13 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from ..precision.errors import NarrowgateError, did_you_mean
 from ..recipes import load_recipe
 from ..recipes.document import Node, parse_document
 from ..recipes.errors import Diagnostic, RecipeError, found
-from .policy import Policy, load_policy
+from .outputs import OWN_NAMES
+from .policy import Policy, load_policy, no_flags
 from .task import TaskSource
 
 if TYPE_CHECKING:
@@ -38,6 +39,11 @@ class GateDefaults(BaseModel):
     """What a gate may leave unsaid."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @field_validator("seeds", "steps", mode="before", check_fields=False)
+    @classmethod
+    def _no_flags(cls, value: Any) -> Any:
+        return no_flags(value)
 
     #: A built-in model and its data, as ``--model`` and ``--data`` take them.
     model: str | None = None
@@ -108,7 +114,8 @@ def load_gates(path: Path, device: str) -> tuple[GateSpec, ...]:
     except ValidationError as error:
         # A list of gates that are all at fault counts as too short; each of them is told by itself.
         faults = [f for f in error.errors() if not (f["type"] == "too_short" and f["input"])]
-        raise RecipeError(_diagnostic(fault, root, path) for fault in faults) from None
+        told = [_diagnostic(fault, root, path) for fault in faults]
+        raise RecipeError([*told, *_Reader(root, path, device).files_of(root.plain())]) from None
     return _Reader(root, path, device).read(parsed)
 
 
@@ -126,6 +133,19 @@ class _Reader:
         if self.faults:
             raise RecipeError(self.faults)
         return tuple(spec for spec in specs if spec is not None)
+
+    def files_of(self, data: Any) -> list[Diagnostic]:
+        """Return what is wrong with the recipes and policies that a file names whose own fields are at fault."""
+        gates = data.get("gates") if isinstance(data, dict) else None
+        for i, entry in enumerate(gates if isinstance(gates, list) else ()):
+            for field, load in (("recipe", load_recipe), ("policy", load_policy)):
+                value = entry.get(field) if isinstance(entry, dict) else None
+                if isinstance(value, str):
+                    try:
+                        load(self._file(value))
+                    except NarrowgateError as error:
+                        self._blame(error, ["gates", i, field])
+        return self.faults
 
     def _entry(self, i: int, entry: GateEntry, defaults: GateDefaults) -> GateSpec | None:
         at: list[str | int] = ["gates", i]
@@ -170,6 +190,12 @@ class _Reader:
             if before != i:
                 message = f"found the name '{spec.name}' twice, first in gates[{before}]; give one of them a `name`"
                 self._fault(["gates", i], message)
+            if spec.name.lower() in OWN_NAMES:
+                named = self.root.key(["gates", i, "name"]) is not None
+                message = (
+                    f"found '{spec.name}', which a run writes beside its gates' folders; give the gate another name"
+                )
+                self._fault(["gates", i, *(["name"] if named else [])], message)
 
     def _exclusive(self, entry: GateDefaults, at: list[str | int]) -> None:
         others = [name for name in ("model", "data") if getattr(entry, name) is not None]
@@ -219,6 +245,8 @@ def _diagnostic(fault: Any, root: Node, path: Path) -> Diagnostic:
         message = "found an empty list, expected at least one gate"
     elif fault["type"] == "string_pattern_mismatch":
         message = f"found {found(fault['input'])}, expected letters, digits, '.', '_' and '-' (at most 64)"
+    elif fault["type"] in ("tuple_type", "list_type"):
+        message = f"found {found(fault['input'])}, expected a list of gates"
     elif fault["type"] in ("model_type", "dict_type"):
         message = f"found {found(fault['input'])}, expected a mapping of fields"
     else:

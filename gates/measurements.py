@@ -296,6 +296,8 @@ class Measurements(Record):
 
     @model_validator(mode="after")
     def _stopped_at_a_look(self) -> Measurements:
+        if list(self.looks) != sorted(set(self.looks)):
+            raise ValueError(f"looks: found {list(self.looks)}, expected increasing numbers of seeds")
         if self.looks and len(self.seeds) not in self.looks:
             raise ValueError(f"{len(self.seeds)} seeds were measured, and looks were declared at {list(self.looks)}")
         return self

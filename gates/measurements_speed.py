@@ -43,6 +43,10 @@ class KernelClass(Record):
     candidate_ms: float
 
 
+#: How ``stopped`` begins where the interval was tight enough, and where the time was over.
+HALF_WIDTH, BUDGET = "the interval's half-width reached", "the budget of"
+
+
 class StepTime(Record):
     """The step-time experiment, or why there was none."""
 

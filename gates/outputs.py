@@ -15,6 +15,8 @@ from .render import render_summary
 from .report import FILES, Report
 
 SUMMARY_FILES: tuple[str, ...] = ("summary.json", "summary.md")
+#: What a folder of several reports has beside theirs, in lower case: folders on some systems do not tell cases apart.
+OWN_NAMES = frozenset((*FILES, *SUMMARY_FILES))
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from ..precision.errors import NarrowgateError, did_you_mean
 from ..recipes.document import Node, parse_document
@@ -27,8 +28,22 @@ def _percent(value: Any) -> Any:
 Share = Annotated[float, BeforeValidator(_percent)]
 
 
+def no_flags(value: Any) -> Any:
+    """Refuse ``true`` and ``false`` for a number, which they would pass as: 1 and 0."""
+    if isinstance(value, bool):
+        raise PydanticCustomError("flag", "a number")
+    if isinstance(value, list | tuple) and any(isinstance(part, bool) for part in value):
+        raise PydanticCustomError("flag", "numbers")
+    return value
+
+
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_flags(cls, value: Any) -> Any:
+        return no_flags(value)
 
 
 class StabilityLimits(_Section):
@@ -39,7 +54,8 @@ class StabilityLimits(_Section):
     spike_window: int = Field(default=20, ge=5)
     #: Spikes a seed that the candidate may have beyond the baseline's own.
     max_spikes: int = Field(default=0, ge=0)
-    #: A candidate diverged where its last tenth's mean loss exceeds this multiple of the baseline's.
+    #: A candidate diverged where its last tenth's mean loss exceeds this multiple of the baseline's, and what the
+    #: baseline's own seeds spread over.
     divergence_ratio: float = Field(default=1.1, gt=1)
     #: Largest share of saturated elements, and of non-zero elements turned into zeros, of any quantized tensor. MX's
     #: floor rule saturates 2 % to 3 % of a Gaussian tensor by construction (measured: 2.2 % of mxfp4's gradients).
@@ -82,6 +98,11 @@ class SpeedPlan(_Section):
         if self.max_quartets < self.min_quartets:
             raise ValueError(f"max_quartets {self.max_quartets} is below min_quartets {self.min_quartets}")
         return self
+
+
+def matches(pattern: str, part: str) -> bool:
+    """Whether a slice's name or pattern in a policy means the slice ``part``, whose name may look like a pattern."""
+    return pattern == part or fnmatchcase(part, pattern)
 
 
 class SliceMargins(_Section):
@@ -147,7 +168,7 @@ class Policy(_Section):
 
         For a slice the last pattern that matches and names the field decides, then the task, then the policy.
         """
-        found = [margins for pattern, margins in self.slices.items() if part is not None and fnmatchcase(part, pattern)]
+        found = [margins for pattern, margins in self.slices.items() if part is not None and matches(pattern, part)]
         for margins in (*reversed(found), self.tasks.get(task)):
             value = getattr(margins, field, None)
             if value is not None:
@@ -156,7 +177,7 @@ class Policy(_Section):
 
     def judges(self, part: str) -> bool:
         """Return whether a slice has gates."""
-        return any(fnmatchcase(part, pattern) for pattern in self.slices)
+        return any(matches(pattern, part) for pattern in self.slices)
 
 
 #: What ships. Sources of the margins: Wukong (arXiv:2403.02545) and LoKA (arXiv:2605.10886) call 0.02 % significant
@@ -237,9 +258,18 @@ def _read(path: Path) -> Policy:
         policy = Policy.model_validate(data)
     except ValidationError as error:
         raise RecipeError([*faults, *(_diagnostic(fault, root, path) for fault in error.errors())]) from None
+    if policy.policy in BUILTIN_POLICIES and policy != BUILTIN_POLICIES[policy.policy]:
+        faults.append(_taken(policy.policy, root, path))
     if faults:
         raise RecipeError(faults)
     return policy
+
+
+def _taken(name: str, root: Node, path: Path) -> Diagnostic:
+    """A report that names a built-in policy must mean it."""
+    line, column = root.key(["policy"]) or (root.line, root.column)
+    message = f"found '{name}', the name of a built-in policy with other margins or limits; give this one its own"
+    return Diagnostic(file=str(path), line=line, column=column, field="policy", message=message)
 
 
 def _unknown_base(name: Any, root: Node, path: Path) -> Diagnostic:
@@ -271,6 +301,14 @@ def _diagnostic(fault: Any, root: Node, path: Path) -> Diagnostic:
         message = "the field is missing; write it, or extend a built-in policy (extends: standard)"
     elif kind == "value_error":
         message = str(fault["ctx"]["error"])
+        head, colon, rest = message.partition(": ")
+        if not location and colon and (at := root.key([head])) is not None:
+            # What fields say together has no place of its own; the one that is named has.
+            (line, column), field, message = at, head, rest
+    elif kind in ("model_type", "dict_type", "model_attributes_type"):
+        message = f"found {found(fault['input'])}, expected a mapping of fields"
+    elif kind == "int_parsing_size":
+        message = f"found {found(fault['input'])}, expected a smaller number"
     else:
         message = f"found {found(fault['input'])}, expected {fault['msg'].removeprefix('Input should be ')}"
     return Diagnostic(file=str(path), line=line, column=column, field=field, message=message)

@@ -31,6 +31,12 @@ GOALS: dict[str, tuple[str, str, bool, float]] = {
     "speedup": ("percent-min-improvement", "min_speedup", True, 1.0),
 }
 
+#: Margins that a task or a slice can have of its own.
+MARGINS: dict[str, tuple[str, ...]] = {
+    "tasks": ("max_ne_increase", "max_auc_loss", "max_gauc_loss"),
+    "slices": ("max_ne_increase", "max_auc_loss"),
+}
+
 
 def as_margins(data: dict[str, Any], root: Node, path: str) -> dict[str, Any]:
     """Return a policy file's ``data`` with goals replaced by margins, in itself and in its tasks and slices.
@@ -69,6 +75,10 @@ def _section(
 
         if not isinstance(value, dict) or len(value) != 1:
             fault(f"found {found(value)}, expected one goal: {{{goal}: NUMBER}}")
+        elif place and margin not in MARGINS[str(place[0])]:
+            fault(
+                f"found a goal that {place[0]} cannot have: {', '.join(_goals_of(str(place[0])))} can be judged there"
+            )
         elif goal not in value:
             fault(f"found goal '{next(iter(value))}'{did_you_mean(next(iter(value)), [goal])}; {metric} takes {goal}")
         elif margin in data:
@@ -80,6 +90,10 @@ def _section(
             else:
                 translated[margin] = added + number
     return translated
+
+
+def _goals_of(part: str) -> list[str]:
+    return [metric for metric, (_, margin, _, _) in GOALS.items() if margin in MARGINS[part]]
 
 
 def _number(value: Any, percent: bool) -> float | None:

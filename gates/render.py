@@ -86,7 +86,7 @@ def terminal_text(report: Report) -> str:
     quality = "\n".join(f"  {on_one_line(line)}" for line in lines)
     baseline = report.evidence.quality.baseline
     return (
-        f"{report.verdict.upper()}: {report.recipe.name}\n{reasons}\n\n{table}\n\n{quality}\n"
+        f"{report.verdict.upper()}: {on_one_line(report.recipe.name)}\n{reasons}\n\n{table}\n\n{quality}\n"
         f"  Baseline: {baseline}; {report.statistics.n} paired seed{'s' * (report.statistics.n != 1)}.\n"
         f"  Took {wall_text(report.wall_seconds)}.\n"
     )
@@ -218,11 +218,21 @@ def _value(value: Any, digits: int = 5) -> str:
     return "-" if value is None else f"{value:.{digits}f}" if isinstance(value, float) else str(value)
 
 
+def _flat(text: Any) -> str:
+    return on_one_line(" ".join(str(text).split()))
+
+
+def _cell(text: Any) -> str:
+    """What neither ends a table's cell nor starts a tag or an image."""
+    return _flat(text).replace("|", "\\|").replace("<", "&lt;").replace("![", "!\\[")
+
+
 def _template(name: str) -> jinja2.Template:
     # Markdown, not HTML: what could break a table cell is replaced instead of escaped.
     environment = jinja2.Environment(
         autoescape=False, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters["cell"] = lambda text: " ".join(str(text).split()).replace("|", "\\|").replace("<", "&lt;")
+    environment.filters["cell"] = _cell
+    environment.filters["code"] = lambda text: f"`{_flat(text).replace('`', chr(39))}`"
     source = Path(__file__).with_name(name).read_text(encoding="utf-8")
     return environment.from_string(source)

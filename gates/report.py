@@ -43,8 +43,8 @@ class Statistics(Record):
 
     method: str
     #: Level of the rejecting side of every one-sided bound, and of the accepting side after Holm's correction.
-    alpha: float
-    accept_alpha: float
+    alpha: float = Field(gt=0, lt=0.5)
+    accept_alpha: float = Field(gt=0, lt=0.5)
     #: Paired seeds, and the looks at the data that were declared ahead.
     n: int
     looks: int
@@ -150,6 +150,8 @@ def load_report(path: Path) -> Report:
         raise NarrowgateError(f"{path}: cannot read the report: {why}") from None
     try:
         data = json.loads(text)
+    except RecursionError:
+        raise NarrowgateError(f"{path}: not a report: found brackets within brackets past all bounds") from None
     except ValueError as error:
         place = f":{error.lineno}:{error.colno}" if isinstance(error, json.JSONDecodeError) else ""
         raise NarrowgateError(f"{path}{place}: not JSON: {getattr(error, 'msg', error)}") from None

@@ -11,22 +11,23 @@ Baselines do not depend on the recipe, so a later run of another recipe into the
 are kept only until their report is written.
 
 Files appear whole or not at all, hold no code (no pickles), and carry checksums: a damaged one is ignored, and the
-report says so. A disk that is full costs only what would have been kept.
+report says so. A disk that is full costs only what would have been kept: room for the report is left.
 """
 
 from __future__ import annotations
 
 import ast
 import contextlib
+import errno
 import hashlib
 import itertools
 import json
 import os
+import shutil
 import sys
 import sysconfig
 import tempfile
 import zipfile
-import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -41,7 +42,7 @@ from . import task as tasks
 from .arithmetic import Arithmetic
 from .batches import fingerprint, tensors
 from .environment import environment, package_version
-from .files import write_together
+from .files import ROOM, write_together
 from .stability import Observed
 from .train import Arm, Trained, Watch
 
@@ -99,16 +100,19 @@ class SeedStore:
         """Keep a training that :meth:`find` did not find; return it with ``note`` and why it could not be kept."""
         notes = [note] if note else []
         try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if shutil.disk_usage(self.folder).free < ROOM + _size(trained):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             _write(*self._place(arm, trained.seed), trained)
         except OSError as error:
             notes.append(f"finished trainings could not be kept: {error.strerror}")
         return replace(trained, notes=tuple(notes))
 
     def earlier_looks(self, arm: Arm, seeds: int) -> list[int]:
-        """Note that a decision looked at ``seeds`` seeds of ``arm``; return the fewer that earlier runs looked at.
+        """Note that a decision looked at ``seeds`` seeds of ``arm``; return the other numbers looked at before.
 
-        Seeds are always the first ones, so a run of more seeds after one that could not decide pools them: a look that
-        its bounds do not count.
+        Seeds are always the first ones, so a run of more seeds after one that could not decide pools them, and a run of
+        fewer chooses among them: looks that its bounds do not count.
         """
         path, key = self._place(arm, None)
         path = path.with_name(f"{_LOOKED}{key[:16]}.json")
@@ -118,7 +122,7 @@ class SeedStore:
             before = set()
         with contextlib.suppress(OSError):
             write_together(self.folder, {path.name: json.dumps(sorted(before | {seeds}))})
-        return sorted(n for n in before if n < seeds)
+        return sorted(before - {seeds})
 
     def _place(self, arm: Arm, seed: int | None) -> tuple[Path, str]:
         recipe = None if arm.recipe is None else arm.recipe.hash()
@@ -233,11 +237,21 @@ def _write(path: Path, key: str, trained: Trained) -> None:
         raise
 
 
+def _size(trained: Trained) -> int:
+    """Bytes that a training takes on a disk, about."""
+    arrays = [*(getattr(trained, field.name) for field in fields(Trained)), *trained.slices.values()]
+    return sum(array.nbytes for array in arrays if isinstance(array, np.ndarray)) + 2**14
+
+
 def _read(path: Path, key: str) -> tuple[Trained | None, str | None]:
     """Return the training, or why it was not taken where there is a file."""
     if not path.exists():
         return None, None
     try:
+        # NumPy reads no further than an array needs, and so not what the checksums are compared at.
+        with zipfile.ZipFile(path) as stored_files:
+            if stored_files.testzip() is not None:
+                raise zipfile.BadZipFile("a wrong checksum")
         with np.load(path, allow_pickle=False) as stored:
             arrays = {name: stored[name] for name in stored.files}
         header = json.loads(arrays.pop("header").tobytes())
@@ -251,7 +265,7 @@ def _read(path: Path, key: str) -> tuple[Trained | None, str | None]:
         plain["optimizer"] = tuple(plain["optimizer"])
         slices = {name.removeprefix("slice "): arrays.pop(name) for name in list(arrays) if name.startswith("slice ")}
         return Trained(**plain, **arrays, slices=slices, observed=observed), None
-    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, zlib.error):
+    except Exception:  # a flipped bit makes NumPy, zipfile and the parser of headers raise nearly anything
         _remove(path)
         return None, f"ignored a damaged file of a finished training: {path.name}"
 

@@ -22,6 +22,7 @@ from .environment import environment
 from .evidence import evidence_of, statistics_of
 from .looks import planned
 from .measurements import Measurements, PartQuality, StepTime
+from .outputs import OWN_NAMES
 from .pairs import Pair, combine, refuse_copies
 from .policy import Policy
 from .progress import Progress
@@ -72,6 +73,12 @@ class Run:
         repeated = [name for name, n in Counter(r.name for r in self.recipes).items() if n > 1]
         if repeated:
             raise NarrowgateError(f"recipe '{repeated[0]}' is given twice; every report needs a name of its own")
+        taken = [recipe.name for recipe in self.recipes if recipe.name.lower() in OWN_NAMES]
+        if taken and len(self.recipes) > 1:
+            raise NarrowgateError(
+                f"recipe '{taken[0]}': a run of several writes a file of that name beside their folders;"
+                " name it otherwise"
+            )
         if self.seeds is not None and self.seeds < 1:
             raise NarrowgateError(f"seeds: found {self.seeds}, expected at least 1")
 
@@ -250,8 +257,8 @@ def _looked(store: SeedStore | None, arm: Arm, seeds: int) -> list[str]:
         return []
     runs = f"{len(earlier)} earlier run{'s' * (len(earlier) > 1)}"
     return [
-        f"{runs} into this folder looked at {', '.join(map(str, earlier))} of these {seeds} seeds: their bounds do not"
-        " count that look; declare looks ahead (the policy's looks) to keep the level"
+        f"{runs} into this folder looked at the first {', '.join(map(str, earlier))} seeds, and this one at {seeds}:"
+        " its bounds do not count those looks; declare looks ahead (the policy's looks) to keep the level"
     ]
 
 

@@ -19,6 +19,7 @@ from .attribution import attribute
 from .batches import to_device
 from .compilation import honest_compilation
 from .measurements import Clocks, Quartet, StepTime
+from .measurements_speed import BUDGET, HALF_WIDTH
 from .policy import SpeedPlan
 
 if TYPE_CHECKING:
@@ -142,11 +143,11 @@ def run_quartets(
         if len(quartets) >= plan.min_quartets:
             estimate = statistics.paired(ratios)
             if estimate.upper(alpha) - estimate.mean <= plan.half_width:
-                return tuple(quartets), f"the interval's half-width reached {plan.half_width:g}"
+                return tuple(quartets), f"{HALF_WIDTH} {plan.half_width:g}"
             if len(quartets) >= plan.max_quartets:
                 return tuple(quartets), f"{plan.max_quartets} quartets, the most the policy allows"
         if timer.now() - started > plan.budget_seconds:
-            return tuple(quartets), f"the budget of {plan.budget_seconds:g} s ended"
+            return tuple(quartets), f"{BUDGET} {plan.budget_seconds:g} s ended"
 
 
 def run_quartet(

@@ -160,15 +160,20 @@ def test_recipes_that_a_pull_request_changes_are_found_among_its_files(runner: R
     for name, text in (
         ("recipes/a.yaml", "recipe: a\n"),
         ("recipes/with space.yaml", "# a comment\nrecipe: b\n"),
-        ("recipes/not-one.yaml", "policy: strict\n"),
+        ("recipes/not-one.yaml", "policy: strict\n# a recipe: none\n"),
+        ("recipes/quoted.yaml", '"recipe": d\n'),
+        ("recipes/flow.yaml", "{recipe: e, rules: []}\n"),
+        ("recipes/marked.yaml", "\ufeffrecipe: f\n"),
         ("other/c.yaml", "recipe: c\n"),
     ):
         (runner.room / name).parent.mkdir(exist_ok=True)
         (runner.room / name).write_text(text)
+    other = ["recipes/quoted.yaml", "recipes/flow.yaml", "recipes/marked.yaml"]
     listed = ["recipes/a.yaml", "recipes/with space.yaml", "recipes/not-one.yaml", "other/c.yaml", "recipes/gone.yaml"]
-    runner.answer(files="\n".join([*listed, "README.md", ""]))
+    runner.answer(files="\n".join([*listed, *other, "README.md", ""]))
     assert runner.find(PULL_REQUEST="7", NARROWGATE_PATHS="recipes/*.yaml").returncode == 0
-    assert runner.outputs == {"found": "true", "recipes": "./recipes/a.yaml\n./recipes/with space.yaml"}
+    found = ["recipes/a.yaml", "recipes/with space.yaml", *other]
+    assert runner.outputs == {"found": "true", "recipes": "\n".join(f"./{name}" for name in found)}
 
 
 def test_a_pull_request_without_recipes_has_nothing_to_gate(runner: Runner) -> None:
@@ -184,6 +189,9 @@ def test_recipes_or_a_config_that_are_given_need_no_pull_request(runner: Runner)
     assert runner.find(NARROWGATE_CONFIG="gates.yaml").returncode == 0
     assert runner.outputs == {"found": "true", "recipes": ""}
     assert not (runner.folder / "asked").exists()
+    both = runner.find(NARROWGATE_RECIPES="gem-fp8", NARROWGATE_CONFIG="gates.yaml")
+    assert both.returncode == 1
+    assert "::error::the inputs 'config' and 'recipes' were both given" in both.stdout
     done = runner.find()
     assert done.returncode == 1
     assert "::error::nothing to gate" in done.stdout

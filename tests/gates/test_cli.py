@@ -32,6 +32,8 @@ BAD_INPUT = [
     (["gate", "all-fp8.yaml", "--out", "a-file"], "a-file: cannot write reports there"),
     (["gate", "all-fp8.yaml", "all-fp8.yaml", "--task", "ranker:good"], "is given twice"),
     (["gate", "all-fp8.yaml", "--task", "ranker"], "expected package.module:factory"),
+    (["gate", "all-fp8.yaml", "--task", "./ranker.py:good"], "; a file ranker.py is ranker:good"),
+    (["gate", "all-fp8.yaml", "--task", "towers/rank.py:good"], "; a file towers/rank.py is towers.rank:good"),
     (["gate", "all-fp8.yaml", "--task", "rankers:good"], "module 'rankers' was not found"),
     (["gate", "all-fp8.yaml", "--task", "needs_absent:good"], "needs 'absent_library', which was not found"),
     (["gate", "all-fp8.yaml", "--task", "syntax:good"], "importing syntax failed: SyntaxError"),

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from narrowgate.gates.decision import Decision, decide, decide_family
 from narrowgate.gates.measurements import Measurements, RowEstimate, StepTime
-from narrowgate.gates.policy import BUILTIN_POLICIES
+from narrowgate.gates.measurements_speed import BUDGET, HALF_WIDTH
+from narrowgate.gates.policy import BUILTIN_POLICIES, RunToRun
 
 STANDARD = BUILTIN_POLICIES["standard"]
 #: Eight seeds whose relative NE differences average to zero with a spread of 0.01 %.
@@ -173,6 +174,33 @@ def test_the_step_time_gate_by_its_interval(measurements, step_time, speed, stat
     assert gate(decision, "step_time").status == status
     if code:
         assert codes(decision) == [code]
+
+
+@pytest.mark.parametrize(
+    ("stopped", "noise", "remedy"),
+    [
+        (f"{HALF_WIDTH} 0.005", 0.02, "lower the policy's speed.half_width."),
+        (f"{BUDGET} 90 s ended", 0.02, "raise the policy's speed.budget_seconds."),
+        (
+            f"{BUDGET} 90 s ended",
+            0.03,
+            "raise the policy's speed.max_quartets and raise the policy's speed.budget_seconds.",
+        ),
+        (
+            "100 quartets, the most the policy allows",
+            0.03,
+            "quartets would decide it: raise the policy's speed.max_quartets.",
+        ),
+        (None, 0.02, "raise the policy's speed.budget_seconds."),
+    ],
+)
+def test_a_reason_names_what_stopped_the_measuring(measurements, step_time, stopped, noise, remedy) -> None:
+    exact = STANDARD.model_copy(update={"speed": STANDARD.speed.model_copy(update={"run_to_run": RunToRun(sd=0)})})
+    speed = step_time(math.log(1.057) + noise * np.resize([1, -1], 20), stopped=stopped)
+    decision = decide(measurements(FLAT, speed=speed), exact)
+    (reason,) = [reason for reason in decision.reasons if reason.gate == "step_time"]
+    assert reason.code == "speed_interval"
+    assert reason.text.endswith(remedy)
 
 
 def test_too_few_quartets_decide_nothing(measurements, step_time) -> None:

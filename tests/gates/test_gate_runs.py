@@ -127,6 +127,7 @@ def test_an_exception_in_training_names_the_seed_and_the_users_line(room: Path, 
     [
         ("ranker:unpaired", "build_model() made other weights for the candidate"),
         ("ranker:shuffled", "train_batches(0) began with another batch for the candidate"),
+        ("ranker:shuffled_arrays", "train_batches(0) began with another batch for the candidate"),
     ],
 )
 def test_arms_that_are_no_pair_are_refused(room: Path, narrowgate, task: str, message: str) -> None:

@@ -103,6 +103,14 @@ def test_the_schema_knows_what_the_parser_takes(write) -> None:
         ("gates:\n  - recipe: bf16\n  - recipe: BF16.yaml\n", [
             "ci/gates.yaml:3:5: gates[1]: found the name 'BF16' twice, first in gates[0]; give one of them a `name`"
         ]),
+        ("gates: {recipe: bf16}\n", ["ci/gates.yaml:1:1: gates: found a mapping", "expected a list of gates"]),
+        ("gates:\n  - {recipe: bf16, seeds: true}\n", ["gates[0].seeds: found true, expected a number"]),
+        ("gates:\n  - {recipe: bf16, name: Report.json}\n", [
+            "ci/gates.yaml:2:26: gates[0].name: found 'Report.json', which a run writes beside its gates' folders"
+        ]),
+        ("gates:\n  - {recipe: bf16, seedz: 3}\n  - {recipe: gem-fp9, policy: bad.yaml}\n", [
+            "gates[0].seedz: unknown field", "gates[1].recipe: gem-fp9: neither a built-in", "ci/bad.yaml:2:1: ruls: ",
+        ]),
         ("gates:\n  - recipe: gem-fp9\n    policy: strictt\n  - recipe: gem-fp7\n", [
             "ci/gates.yaml:2:13: gates[0].recipe", "ci/gates.yaml:3:13: gates[0].policy",
             "ci/gates.yaml:4:13: gates[1].recipe",

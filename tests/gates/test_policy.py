@@ -62,6 +62,28 @@ def test_a_file_that_changes_a_policy_is_not_called_by_its_name(tmp_path: Path) 
             "did you mean 'half_width'",
         ),
         ("policy: x\nextends: standard\nalpha: .nan\n", ":3:1: alpha:", "found '.nan'"),
+        ("policy: x\nextends: standard\nseeds: true\n", ":3:1: seeds:", "found true, expected a number"),
+        ("policy: x\nextends: standard\nmin_speedup: yes\n", ":3:1: min_speedup:", "found 'yes', expected"),
+        ("policy: x\nextends: standard\nmin_speedup: false\n", ":3:1: min_speedup:", "found false, expected a number"),
+        ("policy: x\nextends: standard\nspeed: {run_to_run: {sd: true}}\n", ":3:22: speed.run_to_run.sd:", "a number"),
+        (
+            "policy: x\nextends: standard\nseeds: 8\nlooks: [8, 5]\n",
+            ":4:1: looks:",
+            "found [8, 5], expected increasing",
+        ),
+        ("policy: x\nextends: standard\nlooks: [true, 8]\n", ":3:1: looks:", "expected numbers"),
+        (
+            "policy: x\nextends: standard\ntasks: {click: 5}\n",
+            ":3:9: tasks.click:",
+            "found 5, expected a mapping of fields",
+        ),
+        ("policy: x\nextends: standard\nspeed: [1]\n", ":3:1: speed:", "expected a mapping of fields"),
+        (
+            f"policy: x\nextends: standard\nseeds: {'9' * 5000}\n",
+            ":3:1: seeds:",
+            "expected a smaller number",
+        ),
+        ("policy: strict\nextends: loose\n", ":1:1: policy:", "found 'strict', the name of a built-in policy"),
         ("- a\n", ":1:1:", "expected a mapping"),
         ("policy: {\n", ":2:1:", "not YAML"),
         ("", "", "empty file"),
@@ -75,6 +97,12 @@ def test_a_wrong_file_is_one_line_with_its_place(tmp_path: Path, text: str, plac
     assert str(caught.value).startswith(f"{path}{place}")
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_says_what_a_built_in_says_may_go_by_its_name(tmp_path: Path) -> None:
+    strict = BUILTIN_POLICIES["strict"]
+    (tmp_path / "mine.yaml").write_text(f"policy: strict\nextends: strict\ndescription: {strict.description}\n")
+    assert load_policy(tmp_path / "mine.yaml") == strict
 
 
 @pytest.mark.parametrize(

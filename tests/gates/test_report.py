@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from junitparser import JUnitXml
+from narrowgate.gates.cli_compare import comparison_text
+from narrowgate.gates.compare import compare
 from narrowgate.gates.decision import decide
 from narrowgate.gates.files import check_writable, write_together
 from narrowgate.gates.judgement import Reason
@@ -118,6 +121,23 @@ def test_a_cut_closes_what_it_opened_and_never_splits_a_character(limit: int) ->
 def test_texts_of_others_cannot_break_a_table(accepted: Report) -> None:
     sly = accepted.model_copy(update={"data": {"name": "a | b\n<script>"}})
     assert "a \\| b &lt;script>" in render_report(sly)
+
+
+def test_texts_of_others_start_no_heading_no_tag_and_no_image(accepted: Report) -> None:
+    odd = "st`and\n\n# <img src=x> </details> ![x](http://example.com/x.png) @everyone"
+    named = accepted.model_copy(
+        update={
+            "recipe": accepted.recipe.model_copy(update={"name": odd}),
+            "policy": accepted.policy.model_copy(update={"policy": odd, "description": odd}),
+            "reasons": [Reason(code="x", text=odd, gate="ne")],
+            "data": {"name": odd},
+        }
+    )
+    text = render_report(named)
+    assert not any(line.startswith("# ") for line in text.splitlines())
+    outside = re.sub(r"`[^`\n]*`", "", text)  # within a code span nothing is a tag or an image
+    for part in ("<img", "</details> !", "![x]("):
+        assert part not in outside
 
 
 def test_the_terminal_shows_verdict_reasons_and_aligned_gates(rejected: Report) -> None:
@@ -266,6 +286,24 @@ def test_other_versions_are_refused_with_one_clear_line(
     assert len(str(refused.value).splitlines()) == 1
 
 
+@pytest.mark.parametrize("looks", [[8, 5], [8, 8], [5]])
+def test_looks_that_no_run_can_have_had_are_refused_in_one_line(
+    tmp_path: Path, accepted: Report, looks: list[int]
+) -> None:
+    data = json.loads(accepted.files()["report.json"])
+    data["measurements"]["looks"] = looks
+    (tmp_path / "report.json").write_text(json.dumps(data))
+    with pytest.raises(NarrowgateError, match="looks") as refused:
+        load_report(tmp_path / "report.json")
+    assert len(str(refused.value).splitlines()) == 1
+
+
+def test_brackets_past_all_bounds_are_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "report.json").write_text('{"a":' * 200_000)
+    with pytest.raises(NarrowgateError, match=r"report\.json.*: not"):
+        load_report(tmp_path / "report.json")
+
+
 def test_what_is_no_report_of_one_gate_is_told_what_it_is(tmp_path: Path, accepted: Report) -> None:
     data = json.loads(accepted.files()["report.json"])
     del data["verdict"]
@@ -291,6 +329,8 @@ def test_what_is_no_report_of_one_gate_is_told_what_it_is(tmp_path: Path, accept
 @pytest.mark.parametrize(
     ("place", "value", "message"),
     [
+        (("statistics", "accept_alpha"), 0, "should be greater than 0"),
+        (("statistics", "alpha"), 2, "should be less than 0.5"),
         (("measurements", "step_time", "quartets", 0, "baseline_ms", 0), 0.0, "should be greater than 0"),
         (("statistics", "family"), 0, "should be greater than or equal to 1"),
     ],
@@ -374,6 +414,9 @@ def test_a_reason_that_names_control_characters_is_one_line_on_a_terminal(reject
         update={"reasons": [rejected.reasons[0].model_copy(update={"text": "layer a\nb\x1b[31m lost"})]}
     )
     assert "  - layer a\\nb\\x1b[31m lost" in terminal_text(named).splitlines()
+    odd = named.model_copy(update={"recipe": named.recipe.model_copy(update={"name": "r1\n\x1b[32mACCEPT"})})
+    assert terminal_text(odd).splitlines()[0] == "REJECT: r1\\n\\x1b[32mACCEPT"
+    assert "\x1b" not in comparison_text(compare(odd, odd), "a", "b")
 
 
 def test_junit_stays_xml_whatever_a_name_or_a_message_holds(rejected: Report) -> None:

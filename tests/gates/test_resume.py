@@ -5,12 +5,15 @@ from __future__ import annotations
 import errno
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
+import zipfile
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +21,7 @@ import pytest
 import torch
 from narrowgate.gates import resume, train
 from narrowgate.gates.batches import weights_fingerprint
+from narrowgate.gates.files import ROOM
 from narrowgate.gates.task import TaskSource
 from narrowgate.recipes import load_recipe
 
@@ -87,8 +91,10 @@ def test_more_seeds_after_a_look_are_said_to_pool_it(room: Path, measure) -> Non
     resume.forget(store)
     again = measure(seeds=2, steps=5, store=store)
     (note,) = again.reuse.notes
-    assert note.startswith("1 earlier run into this folder looked at 1 of these 2 seeds")
+    assert note.startswith("1 earlier run into this folder looked at the first 1 seeds, and this one at 2:")
     assert note in quality_lines(again)
+    (note,) = measure(seeds=1, steps=5, store=store).reuse.notes
+    assert note.startswith("1 earlier run into this folder looked at the first 2 seeds, and this one at 1:")
 
 
 def test_another_recipe_reuses_the_baselines_and_gets_the_same(room: Path, measure) -> None:
@@ -272,6 +278,47 @@ def test_a_damaged_file_is_ignored_and_said_so(room: Path, source: TaskSource, d
     assert not again.reused
     assert again.notes == (f"ignored a damaged file of a finished training: {path.name}",)
     assert store.train(arm, 0, quiet).reused
+
+
+def test_whatever_bit_of_a_kept_file_flips_it_is_whole_or_ignored(room: Path, source: TaskSource) -> None:
+    """Headers of archive, entries and arrays above all: nothing else reads what they say."""
+    store = store_of(source, room / "kept")
+    arm = train.Arm(source.open(), CPU, steps=6)
+    kept = store.train(arm, 0, quiet)
+    (path,) = (room / "kept").iterdir()
+    data = path.read_bytes()
+    with zipfile.ZipFile(path) as archive:
+        starts = [entry.header_offset for entry in archive.infolist()]
+        directory = archive.start_dir
+    places = [at for start in starts for at in range(start, start + 200, 3)] + list(range(directory, len(data), 7))
+    generator = random.Random(1)
+    ignored = 0
+    for place in places:
+        changed = bytearray(data)
+        changed[place % len(data)] ^= 1 << generator.randrange(8)
+        path.write_bytes(changed)
+        found, note = store.find(arm, 0)
+        assert (found is None) == (note is not None)
+        if found is None:
+            assert note == f"ignored a damaged file of a finished training: {path.name}"
+            ignored += 1
+        else:
+            for name, value in _arrays(kept).items():
+                np.testing.assert_array_equal(getattr(found, name), value)
+    assert ignored > len(places) / 2
+
+
+def test_room_for_the_report_is_left_on_a_disk_that_fills(
+    room: Path, source: TaskSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = store_of(source, room / "kept")
+    arm = train.Arm(source.open(), CPU, steps=6)
+    free = ROOM + 2**20
+    monkeypatch.setattr(resume.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    assert store.train(arm, 0, quiet).notes == ()
+    free = ROOM
+    assert store.train(arm, 1, quiet).notes == ("finished trainings could not be kept: No space left on device",)
+    assert [path.name.split("-")[1] for path in (room / "kept").iterdir()] == ["0"]
 
 
 def test_a_full_disk_costs_only_what_would_have_been_kept(

@@ -129,6 +129,23 @@ def test_a_slice_that_loses_rejects_though_the_whole_passes(measurements) -> Non
     assert "Most is lost" not in decision.reasons[0].text  # parts are measured over all rows
 
 
+@pytest.mark.parametrize("name", ["age[18-25]", "os=?", "[!x]*", "plain"])
+def test_a_slice_whose_name_looks_like_a_pattern_is_meant_by_its_name(measurements, name: str) -> None:
+    policy = Policy(
+        **STANDARD.model_dump() | {"max_ne_increase": 0.05, "slices": {"*": {}, name: {"max_ne_increase": 1e-6}}}
+    )
+    assert policy.judges(name)
+    assert policy.margin("max_ne_increase", "click", name) == 1e-6
+    m: Measurements = measurements([0.0] * 8)
+    assert m.rows is not None
+    row = RowEstimate(mean=0.0, error=1e-6, df=100).model_dump()
+    rows = m.rows.model_validate(m.rows.model_dump() | {"slices": {name: {"ne": {"click": row}}}})
+    only = Policy(**STANDARD.model_dump() | {"slices": {name: {"max_ne_increase": 1e-6}}})
+    gates = [g for g in decide(m.model_copy(update={"rows": rows}), only).gates if g.slice is not None]
+    assert {gate.slice for gate in gates} == {name}
+    assert [gate.threshold for gate in gates if gate.name == "ne"] == [1e-6]
+
+
 def test_the_narrower_wording_wins() -> None:
     policy = Policy(
         **STANDARD.model_dump()
@@ -167,7 +184,12 @@ def test_goals_in_olives_wording_are_margins(tmp_path: Path) -> None:
         ("ne: 0.05", ":3:1: ne:", "expected one goal: {percent-max-degradation: NUMBER}"),
         ("auc: {max-degradations: 1}", ":3:1: auc:", "did you mean 'max-degradation'"),
         ("tasks: {click: {max_ne_increse: 1}}", ":3:17: tasks.click.max_ne_increse:", "did you mean 'max_ne_increase'"),
-        ("slices: {new: {gauc: {max-degradation: 0.1}}}", ":3:15: slices.new.max_gauc_loss:", "unknown field"),
+        ("slices: {new: {gauc: {max-degradation: 0.1}}}", ":3:16: slices.new.gauc:", "ne, auc can be judged there"),
+        (
+            "tasks: {click: {speedup: {percent-min-improvement: 5}}}",
+            ":3:17: tasks.click.speedup:",
+            "ne, auc, gauc can be judged there",
+        ),
         ("max_auc_loss: 0.1\nauc: {max-degradation: 0.1}", ":4:1: auc:", "say the same; write one of them"),
     ],
 )

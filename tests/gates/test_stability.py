@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,44 @@ def test_shares_at_the_limit_and_clipped_values_pass(measurements) -> None:
         measurements([0.0] * 8), 0, saturation=limits.max_saturation, underflow=limits.max_underflow, clipped=0.9
     )
     assert stability_reasons(m) == []
+
+
+def with_ends(m: Measurements, ends: Sequence[tuple[float, float]], first: float = 0.69) -> Measurements:
+    """Measurements whose seeds end at these training losses, of the baseline and of the candidate."""
+    seeds = []
+    for seed, losses in zip(m.seeds, ends, strict=True):
+        arms = {}
+        for arm, last in zip(("baseline", "candidate"), losses, strict=True):
+            run = getattr(seed, arm)
+            arms[arm] = run.model_copy(update={"losses": run.losses.model_copy(update={"first": first, "last": last})})
+        seeds.append(seed.model_copy(update=arms))
+    return m.model_copy(update={"seeds": tuple(seeds)})
+
+
+@pytest.mark.parametrize("end", [-1.56, 0.0, 1e-9, 0.5])
+def test_the_same_training_never_diverges_whatever_sign_its_loss_has(measurements, end: float) -> None:
+    m = with_ends(measurements([0.0] * 5), [(end + i / 1e3, end + i / 1e3) for i in range(5)], first=2.0)
+    assert stability_reasons(m) == []
+
+
+@pytest.mark.parametrize(("end", "candidate"), [(-1.56, -0.9), (0.0, 0.3), (0.5, 0.56)])
+def test_a_candidate_that_ends_past_its_baseline_and_the_baselines_spread_diverged(
+    measurements, end: float, candidate: float
+) -> None:
+    ends = [(end + i / 1e3, end + i / 1e3) for i in range(5)]
+    ends[2] = (ends[2][0], candidate)
+    (reason,) = stability_reasons(with_ends(measurements([0.0] * 5), ends, first=2.0))
+    assert f"In seed 2 the candidate ended at a training loss of {candidate:.5f}" in reason
+
+
+def test_what_a_baselines_own_seeds_do_is_no_divergence(measurements) -> None:
+    ends = [(0.40, 0.46), (0.50, 0.45), (0.45, 0.50), (0.42, 0.42), (0.47, 0.52)]
+    assert stability_reasons(with_ends(measurements([0.0] * 5), ends)) == []
+    # One seed of the baseline that diverges itself excuses no other.
+    ends[3] = (9.0, 9.0)
+    ends[0] = (0.40, 0.9)
+    (reason,) = stability_reasons(with_ends(measurements([0.0] * 5), ends))
+    assert "In seed 0" in reason
 
 
 def test_a_parameter_that_only_the_baseline_trains_is_named(measurements) -> None:
