@@ -271,7 +271,7 @@ def shuffled():
 class Arrays(Shuffled):
     """Its batches are what NumPy makes; nothing in them is a tensor."""
 
-    def train_batches(self, seed):
+    def train_batches(self, seed):  # type: ignore[override]
         return [(step, x.numpy(), y.numpy()) for step, x, y in super().train_batches(seed)]
 
     def loss(self, model, batch):
