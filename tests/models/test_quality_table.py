@@ -82,34 +82,37 @@ def test_the_table_has_the_peers_that_were_asked_for(peers: tuple[str, ...], mon
     assert found == [*peers, "gem-tiny"]
 
 
-def test_lines_that_are_kept_are_not_made_again(
-    script: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_lines_that_are_kept_are_not_made_again(script: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     row, known, made = script["Row"], script["table"].__globals__, []
 
-    def stands_for(name: str) -> Any:
-        def make(*_: Any) -> Any:
-            made.append(name)
-            return row(name, np.full((2, 2), 0.5 + len(made) / 64), np.ones((2, 2)), 1.0)
+    def peer(*_: Any) -> Any:
+        made.append("mlp")
+        return row("mlp", np.full((2, 2), 0.75), np.ones((2, 2)), 1.0)
 
-        return make
+    def model(_: Any, seed: int, *__: Any) -> Any:
+        made.append(seed)
+        return row("gem-tiny", np.full((1, 2), 0.5 + seed / 8), np.ones((1, 2)), 1.0 + seed)
 
-    monkeypatch.setitem(known, "PEERS", {name: stands_for(name) for name in script["PEERS"]})
-    monkeypatch.setitem(known, "gem", stands_for("gem-tiny"))
+    monkeypatch.setitem(known, "PEERS", {"mlp": peer})
+    monkeypatch.setitem(known, "gem", model)
     monkeypatch.setitem(known, "one_hot", lambda rows, events: np.ones((1, 1)))
 
     def table(**changed: Any) -> str:
         given = {"model": "gem-tiny", "set": [], "steps": [3], "device": "cpu", "seeds": 2, "peers": ["mlp"]} | changed
         return script["table"](SimpleNamespace(kept=tmp_path, **given), "synthetic")
 
-    table(peers=[])
-    assert made == ["gem-tiny"]
+    table(peers=[], seeds=1)
+    assert made == [0]
     table(steps=[])
-    assert made == ["gem-tiny", "mlp"]
+    assert made == [0, "mlp"]
     both = table()
-    assert made == ["gem-tiny", "mlp"]
+    assert made == [0, "mlp", 1]
+    assert "| gem-tiny | 0.5625 ± 0.0884 | 1.0000 ± 0.0000 |" in both
+    assert "1.5 |" in both
     assert "gem-tiny on a CPU" in both
     assert "mlp on a CPU" in both
-    for changed in ({"seeds": 3, "peers": []}, {"steps": [4], "peers": []}, {"seeds": 3}):
+    assert table() == both
+    assert made == [0, "mlp", 1]
+    for changed in ({"seeds": 3, "peers": []}, {"steps": [4], "peers": [], "seeds": 1}, {"seeds": 3}):
         table(**changed)
-    assert made == ["gem-tiny", "mlp", "gem-tiny", "gem-tiny", "mlp"]
+    assert made == [0, "mlp", 1, 2, 0, "mlp"]
