@@ -35,42 +35,59 @@ def to_device(batch: Any, device: torch.device) -> Any:
 def tensors(batch: Any) -> Iterator[Tensor]:
     """Yield what a batch holds in a fixed order: tensors, arrays, and in containers numbers and texts, as tensors.
 
-    An object's own plain attributes, such as counters and names, are none of it.
+    Of an object's attributes only tensors and arrays count, however deep: the rest may be counters, names, and what was
+    computed on the first use.
     """
+    yield from _held(batch, plain=True)
+
+
+def _held(batch: Any, *, plain: bool) -> Iterator[Tensor]:
     if isinstance(batch, Tensor):
         yield batch
     elif isinstance(batch, np.ndarray):
         yield from _of_array(batch)
     elif isinstance(batch, tuple | list):
-        for part in batch:
-            yield from _of_part(part)
+        yield from _of_parts(batch, plain)
     elif isinstance(batch, Mapping):
-        for part in batch.values():
-            yield from _of_part(part)
+        yield from _of_parts(batch.values(), plain)
     elif hasattr(batch, "__dict__") and not isinstance(batch, type):
-        for part in vars(batch).values():
-            yield from tensors(part)
+        yield from _of_parts(vars(batch).values(), False)
     elif dataclasses.is_dataclass(batch):
-        for field in dataclasses.fields(batch):
-            yield from tensors(getattr(batch, field.name))
+        yield from _of_parts([getattr(batch, field.name) for field in dataclasses.fields(batch)], False)
 
 
-def _of_part(part: Any) -> Iterator[Tensor]:
-    if isinstance(part, str | bytes | bool | int | float | complex | np.generic):
-        text = part if isinstance(part, bytes) else repr(part).encode("utf-8", "surrogatepass")
-        yield torch.frombuffer(bytearray(type(part).__name__.encode() + b"\0" + text), dtype=torch.uint8)
-    else:
-        yield from tensors(part)
+def _of_parts(parts: Iterable[Any], plain: bool) -> Iterator[Tensor]:
+    """Yield what the parts hold; numbers and texts in a row as one tensor, where they are ``plain`` data."""
+    texts: list[bytes] = []
+    for part in parts:
+        if isinstance(part, str | bytes | bool | int | float | complex | np.generic):
+            if plain:
+                text = part if isinstance(part, bytes) else repr(part).encode("utf-8", "surrogatepass")
+                texts += [f"{type(part).__name__} {len(text)} ".encode(), text]
+            continue
+        if texts:
+            yield _of_bytes(b"".join(texts))
+            texts = []
+        yield from _held(part, plain=plain)
+    if texts:
+        yield _of_bytes(b"".join(texts))
+
+
+def _of_bytes(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _of_array(array: np.ndarray[Any, Any]) -> Iterator[Tensor]:
-    if array.dtype == object:
-        for part in array.ravel().tolist():
-            yield from _of_part(part)
-        return
-    # As bytes, since PyTorch lacks some of NumPy's dtypes; what the bytes mean goes before them.
-    facts = f"{array.shape}{array.dtype.str}".encode()
-    yield torch.frombuffer(bytearray(facts + np.ascontiguousarray(array).tobytes()), dtype=torch.uint8)
+    # PyTorch lacks some of NumPy's dtypes: bytes, and before them what they mean.
+    yield _of_bytes(f"{array.shape}{array.dtype.str}".encode())
+    if array.dtype.names is not None:  # between fields lies what nobody wrote
+        for name in array.dtype.names:
+            yield from _of_array(array[name])
+    elif array.dtype.hasobject:
+        yield from _of_parts(array.ravel().tolist(), True)
+    elif array.size:
+        flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        yield torch.from_numpy(flat if flat.flags.writeable else flat.copy())
 
 
 #: Words that are mixed at once on a device.

@@ -6,7 +6,16 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from ..precision.errors import NarrowgateError, did_you_mean
@@ -37,13 +46,20 @@ def no_flags(value: Any) -> Any:
     return value
 
 
+#: What fields of numbers are annotated with.
+_NUMBERS = (int, float, float | None, tuple[int, ...])
+
+
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     @field_validator("*", mode="before")
     @classmethod
-    def _no_flags(cls, value: Any) -> Any:
-        return no_flags(value)
+    def _no_flags(cls, value: Any, info: ValidationInfo) -> Any:
+        # Of texts and sections pydantic says itself what they are not.
+        assert info.field_name is not None
+        kind = cls.model_fields[info.field_name].annotation
+        return no_flags(value) if kind in _NUMBERS else value
 
 
 class StabilityLimits(_Section):
@@ -258,11 +274,16 @@ def _read(path: Path) -> Policy:
         policy = Policy.model_validate(data)
     except ValidationError as error:
         raise RecipeError([*faults, *(_diagnostic(fault, root, path) for fault in error.errors())]) from None
-    if policy.policy in BUILTIN_POLICIES and policy != BUILTIN_POLICIES[policy.policy]:
+    known = BUILTIN_POLICIES.get(policy.policy)
+    if known is not None and _limits(policy) != _limits(known):
         faults.append(_taken(policy.policy, root, path))
     if faults:
         raise RecipeError(faults)
     return policy
+
+
+def _limits(policy: Policy) -> dict[str, Any]:
+    return policy.model_dump(exclude={"description"})
 
 
 def _taken(name: str, root: Node, path: Path) -> Diagnostic:

@@ -204,8 +204,10 @@ def settle(folder: Path) -> None:
 
 
 def _files(folder: Path) -> list[Path]:
-    paths = folder.glob("*") if folder.is_dir() else ()
-    return [path for path in paths if path.is_file() and not path.name.startswith(_LOOKED)]
+    try:
+        return [path for path in folder.glob("*") if path.is_file() and not path.name.startswith(_LOOKED)]
+    except OSError:  # no folder that could be read: whoever writes there says so
+        return []
 
 
 def _remove(path: Path) -> None:

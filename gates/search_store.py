@@ -8,6 +8,7 @@ to accept that was taken on the same data.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Sequence
@@ -63,7 +64,8 @@ class SearchStore:
 
     def forget_screens(self) -> None:
         """Remove results of screens; the family stays, whose chances were taken."""
-        (self.folder / _SCREENS).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # where nothing can be removed nothing can be written, which is said then
+            (self.folder / _SCREENS).unlink(missing_ok=True)
 
     def family(self, task: str) -> list[Member]:
         """Return the recipes that were judged on ``task``."""

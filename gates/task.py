@@ -98,10 +98,12 @@ def load_task(text: str, *, device: str = "cpu") -> Task:
     module_name, colon, attribute = text.partition(":")
     if not (colon and module_name and attribute):
         raise NarrowgateError(f"--task: found '{text}', expected package.module:factory")
-    if not all(part.isidentifier() for part in module_name.split(".")):
-        like = PurePath(module_name.removesuffix(".py")).as_posix().strip("./").replace("/", ".")
-        hint = f"; a file {like.replace('.', '/')}.py is {like}:{attribute}" if like else ""
+    if "/" in module_name or "\\" in module_name or module_name.endswith(".py"):
+        path = PurePath(module_name.removesuffix(".py"))
+        hint = "" if path.is_absolute() or ".." in path.parts else f"; {path}.py is {'.'.join(path.parts)}:{attribute}"
         raise NarrowgateError(f"--task: found '{text}', expected package.module:factory{hint}")
+    if not all(module_name.split(".")):
+        raise NarrowgateError(f"--task: found '{text}', expected package.module:factory")
     here = os.getcwd()
     if here not in sys.path:
         sys.path.insert(0, here)

@@ -239,7 +239,7 @@ class TableDataset:
     def _epoch(self, waiting: list[HostRows], capacity: int) -> Iterator[HostRows]:
         """Yield the training rows of one epoch in buffers of ``capacity``; ``waiting`` holds what no batch took yet."""
         # While batches are made of one buffer the rows of the next are read.
-        pieces = -(-capacity * self._pieces // self._totals.train)
+        pieces = min(self._pieces, -(-capacity * self._pieces // self._totals.train))
         for rows in read_ahead(self._rows(held_out=False), pieces):
             waiting.append(rows)
             if sum(map(len, waiting)) >= capacity:

@@ -161,6 +161,7 @@ def test_recipes_that_a_pull_request_changes_are_found_among_its_files(runner: R
         ("recipes/a.yaml", "recipe: a\n"),
         ("recipes/with space.yaml", "# a comment\nrecipe: b\n"),
         ("recipes/not-one.yaml", "policy: strict\n# a recipe: none\n"),
+        ("recipes/gates.yaml", "gates:\n  - name: a\n    recipe: x.yaml\n  - recipe: y.yaml\n"),
         ("recipes/quoted.yaml", '"recipe": d\n'),
         ("recipes/flow.yaml", "{recipe: e, rules: []}\n"),
         ("recipes/marked.yaml", "\ufeffrecipe: f\n"),
@@ -170,7 +171,7 @@ def test_recipes_that_a_pull_request_changes_are_found_among_its_files(runner: R
         (runner.room / name).write_text(text)
     other = ["recipes/quoted.yaml", "recipes/flow.yaml", "recipes/marked.yaml"]
     listed = ["recipes/a.yaml", "recipes/with space.yaml", "recipes/not-one.yaml", "other/c.yaml", "recipes/gone.yaml"]
-    runner.answer(files="\n".join([*listed, *other, "README.md", ""]))
+    runner.answer(files="\n".join([*listed, "recipes/gates.yaml", *other, "README.md", ""]))
     assert runner.find(PULL_REQUEST="7", NARROWGATE_PATHS="recipes/*.yaml").returncode == 0
     found = ["recipes/a.yaml", "recipes/with space.yaml", *other]
     assert runner.outputs == {"found": "true", "recipes": "\n".join(f"./{name}" for name in found)}

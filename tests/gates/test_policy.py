@@ -83,6 +83,9 @@ def test_a_file_that_changes_a_policy_is_not_called_by_its_name(tmp_path: Path) 
             ":3:1: seeds:",
             "expected a smaller number",
         ),
+        ("policy: true\nextends: standard\n", ":1:1: policy:", "expected a valid string"),
+        ("policy: x\nextends: standard\nspeed: true\n", ":3:1: speed:", "expected a mapping of fields"),
+        ("policy: x\nextends: standard\nlooks: true\n", ":3:1: looks:", "found true, expected"),
         ("policy: strict\nextends: loose\n", ":1:1: policy:", "found 'strict', the name of a built-in policy"),
         ("- a\n", ":1:1:", "expected a mapping"),
         ("policy: {\n", ":2:1:", "not YAML"),
@@ -103,6 +106,12 @@ def test_a_file_that_says_what_a_built_in_says_may_go_by_its_name(tmp_path: Path
     strict = BUILTIN_POLICIES["strict"]
     (tmp_path / "mine.yaml").write_text(f"policy: strict\nextends: strict\ndescription: {strict.description}\n")
     assert load_policy(tmp_path / "mine.yaml") == strict
+    for text in (
+        "policy: standard\nmax_ne_increase: 0.0005\nmax_auc_loss: 0.0005\n",
+        "policy: standard\nextends: standard\n",
+    ):
+        (tmp_path / "mine.yaml").write_text(text)
+        assert load_policy(tmp_path / "mine.yaml").max_ne_increase == 0.0005
 
 
 @pytest.mark.parametrize(

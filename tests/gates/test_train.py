@@ -218,6 +218,36 @@ def test_whatever_differs_in_a_batch_is_told_from_it() -> None:
     assert counted.result() != Checksum().result()
 
 
+def test_padding_and_addresses_are_no_data() -> None:
+    fields = np.dtype([("a", "i1"), ("b", "f8")], align=True)
+    raw = [np.frombuffer(bytearray([fill] * 2 * fields.itemsize), fields) for fill in (0, 255)]
+    for array in raw:
+        array["a"], array["b"] = 1, 2.0
+    assert raw[0].tobytes() != raw[1].tobytes()
+    assert fingerprint(tensors(raw[0])) == fingerprint(tensors(raw[1]))
+    named = [np.array([("".join(["a", "b"]), 1)], dtype=[("s", object), ("n", "i8")]) for _ in range(2)]
+    assert fingerprint(tensors(named[0])) == fingerprint(tensors(named[1]))
+    named[1]["s"] = "ac"
+    assert fingerprint(tensors(named[0])) != fingerprint(tensors(named[1]))
+
+
+def test_what_an_object_computes_on_its_first_use_is_no_data() -> None:
+    batch = Plain()
+    before = fingerprint(tensors([batch]))
+    vars(batch)["lengths"] = [1, 2, {"most": 3}]
+    assert fingerprint(tensors([batch])) == before
+    vars(batch)["more"] = [torch.ones(1)]
+    assert fingerprint(tensors([batch])) != before
+
+
+def test_numbers_in_a_row_are_one_tensor_and_keep_their_ends() -> None:
+    assert len(list(tensors(list(range(10_000))))) == 1
+    assert fingerprint(tensors(["ab", "c"])) != fingerprint(tensors(["a", "bc"]))
+    read_only = np.arange(4.0)
+    read_only.flags.writeable = False
+    assert fingerprint(tensors(read_only)) == fingerprint(tensors(read_only.copy()))
+
+
 def test_what_an_object_says_of_itself_is_no_data() -> None:
     first, second = Plain(), Plain()
     vars(second)["made_at"] = "another time"

@@ -331,6 +331,22 @@ def test_a_file_larger_than_the_memory_it_gets_streams_through(small: Preset, tm
     assert peak - before < 0.6 * size
 
 
+def test_a_shuffle_of_more_rows_than_there_are_asks_for_no_more_than_the_file_has(
+    data: Any, small: Preset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def read(items: Any, ahead: int = 4) -> Any:
+        asked.append(ahead)
+        return items
+
+    monkeypatch.setattr("narrowgate.models.data.table.read_ahead", read)
+    place = write_csv(tmp_path / "a.csv", data, SCHEMA.replace("shuffle: 64", "shuffle: 1000000000"))
+    source = opened(place, small)
+    assert sum(batch.rows for batch in source.train_batches(0)) > 0
+    assert max(asked) <= 4
+
+
 def test_a_model_trains_on_a_table(data: Any, small: Preset, tmp_path: Path) -> None:
     task = GemTask.open(small, write_csv(tmp_path / "a.csv", data))
     model = task.build_model()
