@@ -13,6 +13,9 @@ from .features import FeatureSpec
 from .functional import linear
 from .small_tables import is_small, products_pay, sum_of_rows
 
+#: The look-ups of a step, by what they are for.
+LOOKUPS = ("features", "events")
+
 
 def init_table(weight: Tensor) -> None:
     """Initialize an embedding table ``[rows, d]`` as DLRM does: the rarer its rows are read, the smaller they start."""
@@ -45,7 +48,7 @@ class SparseArch(nn.Module):
         """Return the feature tokens [B, n_tokens, d], FP32."""
         asked = [("tables", field.table, batch.sparse[:, i]) for i, field in enumerate(self.features.categorical)]
         asked += [("bags", field.name, ids) for field, ids in zip(self.features.bags, batch.bags, strict=True)]
-        tokens = self.look_up("features", asked)
+        tokens = self.look_up(LOOKUPS[0], asked)
         if self.numeric is not None:
             tokens.append(self.numeric(batch.dense).float())
         return torch.stack(tokens, 1)
@@ -75,7 +78,7 @@ class SparseArch(nn.Module):
                 small.append((table, ids[:, i]))
             else:
                 asked.append(("tables", field.table, ids[:, i]))
-        rows = self.look_up("events", asked)
+        rows = self.look_up(LOOKUPS[1], asked)
         if products and is_small(position[0]):
             small.append(position)
         else:

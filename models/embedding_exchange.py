@@ -32,7 +32,7 @@ from ..precision.errors import NarrowgateError
 from ..precision.exchanged_rows import Exchanged, Request, place_tables
 from ..precision.spec import Spec
 from ..precision.stochastic import Shard, call_key, stream_key
-from .embedding import SparseArch
+from .embedding import LOOKUPS, SparseArch
 from .row_wire import RowWire
 
 if TYPE_CHECKING:
@@ -270,8 +270,11 @@ class ShardedSparseArch(SparseArch):
         return made
 
     def exchange_state(self) -> dict[str, int]:
-        """What random bits follow from, for :func:`narrowgate.recipes.recipe_state`: lookups so far."""
-        return dict(self.exchange.draws)
+        """What random bits follow from, for :func:`narrowgate.recipes.recipe_state`: lookups so far.
+
+        All of them, also those that were none yet: ``torch.distributed.checkpoint`` loads only what a model has.
+        """
+        return {what: self.exchange.draws.get(what, 0) for what in LOOKUPS}
 
     def load_exchange_state(self, state: Mapping[str, int]) -> None:
         """Restore what :meth:`exchange_state` returned."""

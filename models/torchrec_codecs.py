@@ -9,8 +9,8 @@ built-in models: codes and a scale for each ``width`` elements::
     model = DistributedModelParallel(model, sharders=sharders)
 
 Rows of tables that torchrec splits by rows are summed on their way, by a reduce-scatter, which codes cannot be: those
-travel as they do without codecs, unless ``shards.tables`` has no codes either way. Where rows are rounded
-stochastically, a compiled step breaks its graph.
+travel as they do without codecs, unless ``shards.tables`` has no codes either way. Codes have no gradient, so they are
+refused where torchrec differentiates what it sends: with synchronous collectives, and in models that it compiles.
 """
 
 from __future__ import annotations
@@ -67,18 +67,30 @@ class RowCodec:
         return self._wire.sent_as
 
     def encode(self, input_tensor: Tensor, ctx: None = None) -> Tensor:
-        """Rows one after another, of any shape -> what is sent of them, flat.
+        """Rows one after another, of any shape -> what is sent of them: codes flat, other formats in that shape.
 
         Raises:
-            NarrowgateError: not a whole number of rows.
+            NarrowgateError: not a whole number of rows, or codes that gradients would have to pass.
         """
         self._rows(input_tensor.numel())
+        spec = self._wire.spec
+        if spec.high_precision and not spec.sr:
+            return input_tensor.to(self._wire.dtype)
+        if input_tensor.requires_grad and torch.is_grad_enabled():
+            # What torchrec sends asynchronously it encodes within an autograd function of its own.
+            raise NarrowgateError(
+                f"found torchrec to differentiate what is sent, as it does with synchronous collectives and in compiled"
+                f" models, and {spec} has no gradient: expected set_use_sync_collectives(False), or fp32 or"
+                " bf16 in shards.tables"
+            )
         rows = input_tensor.reshape(-1, self.width)
-        packed = self._wire.pack(rows, self._key() if self._wire.spec.sr else None)
-        return packed.reshape(-1).view(self._wire.sent_as)
+        packed = self._wire.pack(rows, self._key() if spec.sr else None).reshape(-1).view(self._wire.sent_as)
+        return packed.view(input_tensor.shape) if spec.high_precision else packed
 
     def decode(self, input_grad: Tensor, ctx: None = None) -> Tensor:
-        """What was sent, flat -> rows one after another, FP32, flat."""
+        """What was sent -> rows one after another, FP32: of codes flat, else in the shape that was sent."""
+        if self._wire.spec.high_precision:
+            return input_grad.float()
         payload = input_grad.reshape(-1).view(torch.uint8)
         return self._wire.unpack(payload.view(-1, self._wire.row_bytes(self.width)), self.width).reshape(-1)
 
@@ -140,8 +152,8 @@ def torchrec_codecs(recipe: str | Path | Recipe, *, width: int, seed: int = 0) -
     shards = flatten(load_recipe(recipe)).shards
     if shards is None or shards.tables is None:
         raise NarrowgateError("found a recipe without shards.tables, expected formats for rows of embedding tables")
-    if width < 1:
-        raise NarrowgateError(f"width: found {width}, expected the elements of an embedding, 1 or more")
+    if not isinstance(width, int) or isinstance(width, bool) or not 1 <= width < 2**31:
+        raise NarrowgateError(f"width: found {width!r}, expected the elements of an embedding, 1 or more")
     try:
         from torchrec.distributed.types import QuantizedCommCodecs  # pyright: ignore[reportMissingImports]
     except ImportError as error:

@@ -19,9 +19,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .joint_amaxes import reduce_amaxes_of
-from .sharding import Known, ShardedWeight
+from .sharding import LASTING, ShardedWeight
 
-_LASTING: WeakSet[Known] = WeakSet()
 #: Whose steps end with finding scales, once each.
 _HOOKED: WeakSet[Optimizer] = WeakSet()
 
@@ -37,8 +36,7 @@ def keep_shard_codes(optimizer: Optimizer) -> set[str]:
     names = set()
     for local in _shards(optimizer):
         names.add(local._name)
-        local._known.lasting = True
-        _LASTING.add(local._known)
+        local._known.last()
     if names and optimizer not in _HOOKED:
         _HOOKED.add(optimizer)
         optimizer.register_step_post_hook(torch.compiler.disable(_after_step))  # type: ignore[arg-type]
@@ -48,11 +46,14 @@ def keep_shard_codes(optimizer: Optimizer) -> set[str]:
 
 def forget_shard_codes() -> None:
     """Have the next gather of each weight find its scales and codes anew, after writes that nothing could see."""
-    for known in _LASTING:
+    for known in LASTING:
         known.amax = known.codes = None
 
 
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
+    # What casts or moves a model puts other tensors into its Parameters, of which nobody said that they last.
+    for local in _shards(optimizer):
+        local._known.last()
     reduce_amaxes_of(("", parameter) for parameter in _parameters(optimizer))
 
 

@@ -55,10 +55,10 @@ class LowPrecisionMatMul(LowPrecisionLayer, MatMul):
         batch = torch.broadcast_shapes(input.shape[:-2], weight.shape[:-2])
         draw, recording = state.enter(self.training and torch.is_grad_enabled())
         if weight.dim() == 2:  # one matrix for the whole batch: one product of all rows
-            first, second = input.reshape(1, -1, input.shape[-1]), weight.unsqueeze(0)
+            first, second = input.flatten(0, -2).unsqueeze(0), weight.unsqueeze(0)
         else:
-            first = input.expand(*batch, *input.shape[-2:]).reshape(-1, *input.shape[-2:])
-            second = weight.expand(*batch, *weight.shape[-2:]).reshape(-1, *weight.shape[-2:])
+            first = input.expand(*batch, *input.shape[-2:]).flatten(0, -3)
+            second = weight.expand(*batch, *weight.shape[-2:]).flatten(0, -3)
         with torch.autocast(device, enabled=False):
             out = _MatMulFunction.apply(first, second, draw if state.stochastic else None, state, dtype, recording)
         return torch.ops.aten._unsafe_view(out, [*batch, input.shape[-2], weight.shape[-1]])

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 import torch.nn.functional as F
@@ -78,9 +79,17 @@ class Known:
     #: Whether they last until the weight is written to: :func:`keep_shard_codes`.
     lasting: bool = False
 
+    def last(self) -> None:
+        """Have the codes last until the weight is written to, or ``forget_shard_codes`` is called."""
+        self.lasting = True
+        LASTING.add(self)
+
     def __getstate__(self) -> dict[str, Any]:
         # A copy, and a file, need no codes, and have no optimizer that ends what they hold for.
         return {name: value for name, value in vars(self).items() if name not in ("codes", "lasting")}
+
+
+LASTING: WeakSet[Known] = WeakSet()
 
 
 class ShardedWeight(CodedWeight):
@@ -251,6 +260,8 @@ class ShardedWeight(CodedWeight):
                 # FSDP2 moves rows that it pads into another tensor, on ranks that it pads alone.
                 to, source = args[0], args[1]
                 to._known.amax, to._known.version = source._known.amax, to._rows._version
+                if source._known.lasting:
+                    to._known.last()
         if leader is None:
             return out
         if out is leader._rows:  # in place

@@ -47,7 +47,7 @@ def load_recipe_state(model: nn.Module, state: dict[str, Any]) -> None:
     Another recipe's hash warns once, naming both, and goes on as long as the layers are the same.
 
     Raises:
-        NarrowgateError: not such a state, or its low-precision layers are not those of ``model``.
+        NarrowgateError: not such a state, or its low-precision layers are not those of ``model``; nothing is restored.
     """
     if not isinstance(state, dict) or not {"version", "recipes", "layers"} <= state.keys():
         raise NarrowgateError(f"found {found(state)}, expected what recipe_state returned")
@@ -61,6 +61,8 @@ def load_recipe_state(model: nn.Module, state: dict[str, Any]) -> None:
     for name in layers:
         if name not in saved:
             raise NarrowgateError(f"found no state of low-precision layer '{name}', expected it")
+    # Of modules that exchange nothing here, or did not there: tables may be whole on one of the sides.
+    exchanges = _checked_exchanges(state.get("exchanges", {}))
     here = applied_recipes(model)
     if {name: recipe.hash for name, recipe in here.items()} != state["recipes"]:
         there = _told({name: (hash_, state.get("names", {}).get(name)) for name, hash_ in state["recipes"].items()})
@@ -72,9 +74,8 @@ def load_recipe_state(model: nn.Module, state: dict[str, Any]) -> None:
     for name, reduction in _reductions(model).items():
         if name in reductions:  # another recipe's state may have none, which the hashes told
             reduction.load_state_dict(reductions[name])
-    exchanges = state.get("exchanges", {})
     for name, module in _exchanges(model).items():
-        if name in exchanges:  # tables may have been whole when the state was taken
+        if name in exchanges:
             module.load_exchange_state(exchanges[name])
 
 
@@ -109,7 +110,18 @@ def _reductions(model: nn.Module) -> dict[str, GradientReduction]:
 
 def _exchanges(model: nn.Module) -> dict[str, Any]:
     """Modules that say by their methods that they exchange rows; what they are is defined above this package."""
-    return {name: module for name, module, _ in named_modules(model) if hasattr(module, "exchange_state")}
+    found = ((name, module) for name, module, _ in named_modules(model))
+    return {name: module for name, module in found if callable(getattr(type(module), "load_exchange_state", None))}
+
+
+def _checked_exchanges(exchanges: Any) -> dict[str, dict[str, int]]:
+    """What ``exchanges`` of a state must be: counts by module and lookup."""
+    if not isinstance(exchanges, dict):
+        raise NarrowgateError(f"exchanges of a recipe state: found {found(exchanges)}, expected counts by module")
+    for name, counts in exchanges.items():
+        if not isinstance(counts, dict) or not all(type(n) is int and n >= 0 for n in counts.values()):
+            raise NarrowgateError(f"exchanges of '{name}' in a recipe state: found {counts}, expected counts by lookup")
+    return exchanges
 
 
 def _told(recipes: dict[str, tuple[str, str | None]]) -> str:

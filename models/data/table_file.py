@@ -53,7 +53,7 @@ class BadRows:
         self.unit = unit
         self.limit = limit
         self.count = 0
-        self.first: list[str] = []
+        self._first: list[tuple[int, str]] = []
 
     def add(self, number: int, what: str) -> None:
         """Note that row ``number`` is left out because of ``what``.
@@ -62,11 +62,16 @@ class BadRows:
             NarrowgateError: too many; names the first ones.
         """
         self.count += 1
-        if len(self.first) < _SPELLED_OUT:
-            self.first.append(f"{self.unit} {number}: {what}")
+        # Not found in their order: rows that cannot be split come before values of rows that can.
+        self._first = sorted([*self._first, (number, what)])[:_SPELLED_OUT]
         if self.count > self.limit:
             shown = "; ".join(self.first)
             raise NarrowgateError(f"{self.path}: found more than {self.limit} bad rows (bad_rows): {shown}")
+
+    @property
+    def first(self) -> list[str]:
+        """Of those with the smallest numbers so far: where each is, and what was found."""
+        return [f"{self.unit} {number}: {what}" for number, what in self._first]
 
     def warn(self) -> None:
         """Warn where rows were left out."""

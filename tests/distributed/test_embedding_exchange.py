@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -15,8 +16,9 @@ from narrowgate.models.row_wire import RowWire
 from narrowgate.precision import quantize
 from narrowgate.precision.errors import NarrowgateError
 from narrowgate.precision.exchanged_rows import Exchanged, Request
-from narrowgate.recipes import Recipe, Tables, apply_recipe, load_recipe_state, recipe_state
+from narrowgate.recipes import Recipe, RecipeState, Tables, apply_recipe, load_recipe_state, recipe_state
 from narrowgate.recipes.wire_tables import busiest, table_calls
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
 CASES = ("fp32", "bf16", "fp8", "fp8_both", "fp8_random")
 
@@ -185,7 +187,8 @@ def test_tables_are_sharded_once(script: ModuleType) -> None:
         shard_tables(model)
 
 
-def test_a_resumed_training_draws_the_bits_that_follow(script: ModuleType) -> None:
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_a_resumed_training_draws_the_bits_that_follow(script: ModuleType, tmp_path: Path) -> None:
     task = GemTask.open(script.PRESET, "synthetic")
     tables = {"forward": "fp8_e4m3/row+sr", "backward": "fp8_e5m2/row+sr"}
     recipe = Recipe.from_dict({"recipe": "x", "rules": [{"layers": "**", "all": "bf16"}], "shards": {"tables": tables}})
@@ -211,4 +214,44 @@ def test_a_resumed_training_draws_the_bits_that_follow(script: ModuleType) -> No
     resumed = model()
     load_recipe_state(resumed, copy.deepcopy(recipe_state(first)))
     assert all(map(torch.equal, step(resumed, 2), found[2]))
+    checkpoint = model()
+    state_dict_saver.save({"recipe": RecipeState(first)}, checkpoint_id=str(tmp_path))
+    state_dict_loader.load({"recipe": RecipeState(checkpoint)}, checkpoint_id=str(tmp_path))
+    assert all(map(torch.equal, step(checkpoint, 2), step(first, 2)))
     assert not all(map(torch.equal, step(model(), 2), found[2]))
+
+
+@pytest.mark.parametrize(
+    ("exchanges", "message"),
+    [
+        (None, "exchanges of a recipe state: found nothing, expected counts by module"),
+        ({"sparse": None}, "exchanges of 'sparse' in a recipe state: found None, expected counts by lookup"),
+        ({"sparse": {"features": "x"}}, "expected counts by lookup"),
+        ({"sparse": {"features": -1}}, "expected counts by lookup"),
+        ({"sparse": {"features": True}}, "expected counts by lookup"),
+    ],
+)
+def test_counts_that_are_none_are_refused_before_anything_is_restored(
+    script: ModuleType, exchanges: Any, message: str
+) -> None:
+    recipe = Recipe.from_dict({"recipe": "x", "rules": [{"layers": "**", "all": "fp8_e4m3+delayed(4)"}]})
+    model = GemTask.open(script.PRESET, "synthetic").build_model()
+    apply_recipe(model, recipe)
+    shard_tables(model)
+    state = copy.deepcopy(recipe_state(model))
+    for layer in state["layers"].values():
+        for value in layer.values():
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                value.fill_(7)
+    with pytest.raises(NarrowgateError, match=message):
+        load_recipe_state(model, state | {"exchanges": exchanges})
+    for layer in recipe_state(model)["layers"].values():
+        assert all(not (v == 7).any() for v in layer.values() if isinstance(v, torch.Tensor))
+
+
+def test_a_model_may_have_an_attribute_of_that_name() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16))
+    model.register_buffer("exchange_state", torch.zeros(3))
+    model.exchange_state = torch.ones(3)
+    apply_recipe(model, "fp8-row")
+    assert recipe_state(model)["exchanges"] == {}

@@ -243,6 +243,14 @@ def test_a_write_that_nothing_sees_counts_once_codes_are_forgotten(found):
     assert not torch.equal(first, after)
 
 
+def test_codes_are_forgotten_and_kept_again_on_all_ranks_after_a_move(found):
+    moved = found[2]["kept"]["moved"]
+    expected = moved["loading"][0]
+    for out, lasting in moved.values():
+        assert torch.equal(out, expected)
+        assert lasting == [True, True]
+
+
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_a_checkpoint_of_two_ranks_goes_on_with_others(found, alone, training, ranks):
     """Model and Adam through torch.distributed.checkpoint, saved by two."""

@@ -68,3 +68,18 @@ def test_bytes_are_those_of_the_formats(ranks: list[Any], script: ModuleType) ->
         assert values["bf16"] == {torch.bfloat16: 2 * (forward + backward)}
         scales = 4 * (forward + backward) // script.WIDTH
         assert values["fp8"] == values["fp8_random"] == {torch.uint8: forward + backward + scales}
+
+
+@pytest.mark.parametrize("case", ["fp32", "bf16", "fp8"])
+def test_tables_split_by_rows_are_added_up_in_the_format_or_as_they_are(ranks: list[Any], case: str) -> None:
+    for found in ranks:
+        plain, low = found["split"]["torchrec"], found["split"][case]
+        for part in ("pooled", "gradient"):
+            error = float((low[part] - plain[part]).norm() / plain[part].norm())
+            assert error < (2.0**-7 if case == "bf16" else 1e-6)
+            assert case != "bf16" or error > 2.0**-11
+
+
+def test_where_torchrec_would_differentiate_codes_it_is_told_not_to(ranks: list[Any]) -> None:
+    for found in ranks:
+        assert "expected set_use_sync_collectives(False), or fp32 or bf16 in shards.tables" in found["refused"]

@@ -31,6 +31,8 @@ FORMATS = {
     "fp8": ("fp8_e4m3/row", "fp8_e5m2/row"),
     "fp8_random": ("fp8_e4m3/row", "fp8_e5m2/row+sr"),
 }
+#: Those whose tables are also split by rows, whose parts torchrec adds up on their way.
+SPLIT = ("torchrec", "fp32", "bf16", "fp8")
 
 
 def weights(rank: int) -> Tensor:
@@ -38,12 +40,12 @@ def weights(rank: int) -> Tensor:
     return torch.randn(ROWS, sum(WIDTHS), generator=torch.Generator().manual_seed(9 + rank))
 
 
-def train(formats: tuple[str, str] | None, rank: int) -> dict[str, Any]:
-    """One step of two tables, each on a rank: pooled rows, and the table's gradient where this rank has it."""
+def train(formats: tuple[str, str] | None, rank: int, *, split: bool = False) -> dict[str, Any]:
+    """One step of two tables, each on a rank or ``split`` by rows: pooled rows, and gradients of what this rank has."""
     from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
     from torchrec.distributed import DistributedModelParallel
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-    from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
+    from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_wise
     from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
     codecs = None
@@ -62,7 +64,7 @@ def train(formats: tuple[str, str] | None, rank: int) -> dict[str, Any]:
     )
     model = nn.ModuleDict({"bags": bags})
     sharder: Any = EmbeddingBagCollectionSharder(qcomm_codecs_registry=codecs)
-    where = {f"t{i}": table_wise(rank=i) for i in range(RANKS)}
+    where = {f"t{i}": row_wise() if split else table_wise(rank=i) for i in range(RANKS)}
     plan = construct_module_sharding_plan(
         bags, where, sharder, local_size=RANKS, world_size=RANKS, device_type="cpu"
     )  # fmt: skip
@@ -76,8 +78,22 @@ def train(formats: tuple[str, str] | None, rank: int) -> dict[str, Any]:
     with WireCount() as wire:
         pooled = sharded.module["bags"](KeyedJaggedTensor.from_lengths_sync(["f0", "f1"], ids, lengths)).values()
         (pooled * weights(rank)).sum().backward()
-    (gradient,) = [p.grad for p in sharded.parameters() if p.grad is not None]
+    gradient = torch.cat([p.grad.reshape(-1) for p in sharded.parameters() if p.grad is not None])
     return {"pooled": pooled.detach(), "gradient": gradient, "bytes": dict(wire.bytes)}
+
+
+def refused(formats: tuple[str, str], rank: int) -> str:
+    """What is said where torchrec differentiates what codecs make of rows."""
+    from torchrec.distributed.comm_ops import set_use_sync_collectives
+
+    set_use_sync_collectives(True)
+    try:
+        train(formats, rank)
+    except ValueError as error:
+        return str(error)
+    finally:
+        set_use_sync_collectives(False)
+    return ""
 
 
 def rank(rank: int, folder: Path) -> None:
@@ -87,7 +103,10 @@ def rank(rank: int, folder: Path) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS, timeout=timedelta(seconds=20)
     )
-    torch.save({name: train(formats, rank) for name, formats in FORMATS.items()}, folder / f"rank{rank}.pt")
+    found: dict[str, Any] = {name: train(formats, rank) for name, formats in FORMATS.items()}
+    found["split"] = {name: train(FORMATS[name], rank, split=True) for name in SPLIT}
+    found["refused"] = refused(("fp8_e4m3/row", "bf16"), rank)
+    torch.save(found, folder / f"rank{rank}.pt")
     dist.destroy_process_group()
 
 

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from narrowgate.precision import QuantizedTensor, Spec, operands, quantize
 from narrowgate.precision.gathered import CodedWeight, GatheredWeight
 from narrowgate.precision.joint_amaxes import reduce_amaxes
-from narrowgate.precision.kept_shards import forget_shard_codes, keep_shard_codes
 from narrowgate.precision.reduction import reduction_errors
 from narrowgate.precision.wire import WireCount
 from narrowgate.recipes import Recipe, apply_recipe, recipe_state
@@ -310,30 +309,6 @@ def _reduced(mesh: Any) -> dict[str, Any]:
     return found
 
 
-def _kept(mesh: Any) -> dict[str, Any]:
-    """Codes that are made once a step: of two trainings, and after a write that nothing can see."""
-    found: dict[str, Any] = {}
-    for case in ("tensor", "row_uneven", "block_split", "nvfp4_split"):
-        model = sharded(case, mesh)
-        optimizer = optimizer_of(model)
-        found["layers"] = sorted(keep_shard_codes(optimizer))
-        found[case] = train(model, case, optimizer)
-    x, _ = batch(CASES["row_uneven"][3][0], 0)
-    outputs = []
-    for kept in (True, False):
-        model = sharded("row_uneven", mesh)
-        if kept:
-            keep_shard_codes(optimizer_of(model))
-        outputs.append(model(x).detach())
-        model.reshard()
-        with torch.no_grad():  # below autograd, as a collective or a load into a state_dict writes
-            model.state_dict()["0.weight"].mul_(2)
-        if kept:
-            forget_shard_codes()
-        outputs.append(model(x).detach())
-    return found | {"outputs": outputs}
-
-
 def _checkpoint(mesh: Any, folder: Path) -> None:
     """Two trained steps, saved by torch.distributed.checkpoint with the optimizer."""
     model = sharded("block_split", mesh)
@@ -430,7 +405,7 @@ def rank(rank: int, ranks: int, folder: Path, device: str) -> None:
         if task == "reduced":
             found[task] = _reduced(mesh)
         elif task == "kept":
-            found[task] = _kept(mesh)
+            found[task] = import_module("kept").kept(mesh)
         elif task == "checkpoint":
             _checkpoint(mesh, folder)
         elif task == "resume":

@@ -88,6 +88,21 @@ def test_a_quote_that_nothing_closes_costs_its_own_line(
     assert all(one.startswith(reason) for one, reason in zip(said, reasons, strict=True))
 
 
+def test_bad_rows_are_named_in_their_order_whatever_is_wrong_with_them(small: Preset, tmp_path: Path) -> None:
+    """Lines that cannot be split are found before values of lines that can."""
+    rows = lines()
+    for place in range(10, 60, 10):
+        rows[place] = "7,u1,i1,1.0" if place % 20 else "1,u1"
+    with pytest.warns(UserWarning, match="5 bad rows left out: line 11: column 'click'.*; line 21: expected 4 fields"):
+        found = opened(tmp_path / "a.csv", small, joined(rows, "\n"))
+    said = found.describe()["bad_rows"]["first"]
+    assert [one.partition(":")[0] for one in said] == [f"line {place + 1}" for place in range(10, 60, 10)]
+    for place in (300, 310):
+        rows[place] = "1,u1"
+    with pytest.raises(NarrowgateError, match=r"found more than 5 bad rows \(bad_rows\): line 11: .*; line 21: "):
+        opened(tmp_path / "a.csv", small, joined(rows, "\n"))
+
+
 def test_a_file_of_bad_lines_alone_has_no_rows(small: Preset, tmp_path: Path) -> None:
     with (
         pytest.warns(UserWarning, match="2 bad rows left out"),

@@ -19,6 +19,9 @@ WIDTH = 16
 SENT = {"fp32": (torch.float32, 16), "bf16": (torch.bfloat16, 16), "fp8_e4m3/row": (torch.uint8, 20),
         "fp8_e5m2/row+pow2": (torch.uint8, 20)}  # fmt: skip
 
+#: Formats of values, not of codes.
+PLAIN = ("fp32", "bf16", "bf16+sr")
+
 
 def rows(count: int = 12, width: int = WIDTH) -> torch.Tensor:
     return torch.randn(count, width, generator=torch.Generator().manual_seed(3)) * 2.0 ** torch.arange(count)[:, None]
@@ -30,7 +33,9 @@ def test_rows_arrive_as_the_reference_rounds_them(spec: str, shape: tuple[int, .
     x, codec = rows()[: shape[0] * shape[-1] // 16 if len(shape) > 1 else None].reshape(shape), RowCodec(spec, WIDTH)
     sent = codec.encode(x)
     dtype, each = SENT[spec]
-    assert (sent.dtype, sent.dim()) == (dtype, 1) == (codec.quantized_dtype, 1)
+    assert sent.dtype == dtype == codec.quantized_dtype
+    # What adds rows up on their way needs to see them.
+    assert sent.shape == (x.shape if spec in PLAIN else (sent.numel(),))
     assert sent.numel() == codec.calc_quantized_size(x.numel()) == each * x.numel() // WIDTH
     expected = quantize(x.reshape(-1, WIDTH), Spec.parse(spec), dim=1).dequantize()
     arrived = codec.decode(sent)
@@ -69,6 +74,32 @@ def test_compiled_steps_draw_anew_too() -> None:
     found = [compiled(x) for _ in range(2)]
     assert [torch.equal(a, other.encode(x)) for a in found] == [True, True]
     assert not torch.equal(*found)
+
+
+def test_values_that_are_rounded_stochastically_keep_their_shape() -> None:
+    x, codec = torch.full((4000, WIDTH), 1.0 + 2.0**-9), RowCodec("bf16+sr", WIDTH)
+    sent = codec.encode(x)
+    assert (sent.dtype, sent.shape) == (torch.bfloat16, x.shape)
+    found = codec.decode(sent)
+    assert set(found.unique().tolist()) == {1.0, 1.0 + 2.0**-7}
+    assert abs(found.mean() - x.mean()) < 5 * 2.0**-7 * (0.25 * 0.75 / x.numel()) ** 0.5
+    with pytest.raises(NarrowgateError, match=r"bf16\+sr has no gradient"):
+        codec.encode(x.requires_grad_())
+
+
+@pytest.mark.parametrize("spec", SENT)
+def test_gradients_pass_or_are_refused(spec: str) -> None:
+    """torchrec encodes within autograd where its collectives are synchronous, and within functions of its own else."""
+    x, codec = rows().requires_grad_(), RowCodec(spec, WIDTH)
+    with torch.no_grad():
+        codec.encode(x)
+    if spec in PLAIN:
+        codec.decode(codec.encode(x)).sum().backward()
+        assert x.grad is not None
+        assert torch.equal(x.grad, torch.ones_like(x))
+    else:
+        with pytest.raises(NarrowgateError, match=r"set_use_sync_collectives\(False\), or fp32 or bf16"):
+            codec.encode(x)
 
 
 def test_widths_that_do_not_fit_are_said() -> None:
@@ -120,9 +151,14 @@ def test_codes_go_where_rows_are_moved_and_not_where_they_are_summed() -> None:
     [
         ({}, WIDTH, r"without shards\.tables"),
         ({"forward": "bf16"}, 0, "width: found 0, expected"),
+        ({"forward": "bf16"}, True, "width: found True, expected"),
+        ({"forward": "bf16"}, 16.0, r"width: found 16\.0, expected"),
+        ({"forward": "bf16"}, "16", "width: found '16', expected"),
+        ({"forward": "bf16"}, None, "width: found None, expected"),
+        ({"forward": "bf16"}, 2**70, "width: found 118"),
     ],
 )
-def test_what_cannot_be_built_is_said(tables: dict[str, str], width: int, message: str) -> None:
+def test_what_cannot_be_built_is_said(tables: dict[str, str], width: Any, message: str) -> None:
     with pytest.raises(NarrowgateError, match=message):
         torchrec_codecs(recipe(**tables), width=width)
 

@@ -65,6 +65,19 @@ def test_a_batched_product_stays_within_the_formats_error_forward_and_backward(n
         assert close(got, want, TOLERANCE.get(name, 0.1))
 
 
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    ("first", "second"), [((2, 0, 48), (2, 48, 33)), ((2, 0, 48), (48, 33)), ((0, 20, 48), (0, 48, 33))]
+)
+def test_a_product_of_no_rows_is_empty_and_its_gradients_are_zero(name, first, second):
+    a, b = leaves(first, second)
+    y = matmul(name)(a, b)
+    assert y.shape == (a @ b).shape
+    da, db = torch.autograd.grad(y.sum(), [a, b])
+    assert (da.shape, db.shape) == (a.shape, b.shape)
+    assert not db.any()
+
+
 def test_each_matrix_of_a_batch_is_the_product_of_its_quantized_rows():
     a, b = leaves((3, 20, 48), (3, 48, 33))
     y = matmul("row")(a, b)
