@@ -75,7 +75,9 @@ def test_the_table_has_the_peers_that_were_asked_for(peers: tuple[str, ...], mon
     monkeypatch.setitem(known, "PEERS", {name: stands_for(name) for name in script["PEERS"]})
     monkeypatch.setitem(known, "gem", stands_for("gem-tiny"))
     monkeypatch.setitem(known, "one_hot", lambda rows, events: np.ones((1, 1)))
-    given = SimpleNamespace(model="gem-tiny", set=[], steps=None, device="cpu", seeds=1, peers=peers, kept=None)
+    given = SimpleNamespace(
+        model="gem-tiny", set=[], steps=None, device="cpu", seeds=1, peers=peers, kept=None, later=False
+    )
     found = [
         line.split("|")[1].strip() for line in script["table"](given, "synthetic").splitlines() if "1.0000" in line
     ]
@@ -99,7 +101,7 @@ def test_lines_that_are_kept_are_not_made_again(script: dict, tmp_path: Path, mo
 
     def table(**changed: Any) -> str:
         given = {"model": "gem-tiny", "set": [], "steps": [3], "device": "cpu", "seeds": 2, "peers": ["mlp"]} | changed
-        return script["table"](SimpleNamespace(kept=tmp_path, **given), "synthetic")
+        return script["table"](SimpleNamespace(**{"kept": tmp_path, "later": False} | given), "synthetic")
 
     table(peers=[], seeds=1)
     assert made == [0]
@@ -113,6 +115,29 @@ def test_lines_that_are_kept_are_not_made_again(script: dict, tmp_path: Path, mo
     assert "mlp on a CPU" in both
     assert table() == both
     assert made == [0, "mlp", 1]
-    for changed in ({"seeds": 3, "peers": []}, {"steps": [4], "peers": [], "seeds": 1}, {"seeds": 3}):
+    one = {"seeds": 1}
+    for changed in ({"seeds": 3, "peers": []}, {"steps": [4], "peers": []} | one, {"seeds": 3}, {"later": True} | one):
         table(**changed)
-    assert made == [0, "mlp", 1, 2, 0, "mlp"]
+    assert made == [0, "mlp", 1, 2, 0, "mlp", "mlp", 0]
+
+
+def test_settings_are_chosen_without_the_held_out_rows(
+    script: dict, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    preset = get_preset("gem-tiny")
+    whole, part = (
+        script["opened"](preset, "synthetic", 3, SimpleNamespace(device="cpu", later=later)).data.rows
+        for later in (False, True)
+    )
+    assert sorted([*part.train, *part.held_out]) == sorted(whole.train)
+    users = part.groups[part.held_out]
+    assert set(users) <= set(part.groups[part.train])
+    times = {user: whole.times[part.train][part.groups[part.train] == user].max() for user in set(users)}
+    assert all(
+        time >= times[user] for user, time in zip(users.tolist(), whole.times[part.held_out].tolist(), strict=True)
+    )
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--later", "--write", str(tmp_path / "x.md")])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    assert ended.value.code == 2
+    assert "--later chooses settings" in capsys.readouterr().err
