@@ -271,7 +271,8 @@ class PartQuality(Record):
 class Measurements(Record):
     """All that :func:`narrowgate.gates.decision.decide` looks at."""
 
-    tasks: tuple[str, ...]
+    #: Without a task there would be no quality that a gate could reject.
+    tasks: tuple[str, ...] = Field(min_length=1)
     seeds: tuple[SeedRun, ...]
     rows: RowIntervals | None
     step_time: StepTime

@@ -46,7 +46,7 @@ def fit(text: str, whole: str, limit: int = STEP_SUMMARY_LIMIT) -> str:
         whole: the file that has what is left out.
         limit: bytes in UTF-8.
     """
-    data = text.encode()
+    data = text.encode(errors="replace")  # half characters become question marks, as in files
     if len(data) <= limit:
         return text
     for_notice = 200

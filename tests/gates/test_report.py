@@ -298,6 +298,20 @@ def test_looks_that_no_run_can_have_had_are_refused_in_one_line(
     assert len(str(refused.value).splitlines()) == 1
 
 
+def test_a_report_of_no_task_is_refused_and_never_accepted(tmp_path: Path, accepted: Report) -> None:
+    data = json.loads(accepted.files()["report.json"])
+    data["measurements"]["tasks"] = []
+    (tmp_path / "report.json").write_text(json.dumps(data))
+    with pytest.raises(NarrowgateError, match="tasks") as refused:
+        load_report(tmp_path / "report.json")
+    assert len(str(refused.value).splitlines()) == 1
+
+
+def test_half_a_character_of_a_task_loses_no_report() -> None:
+    assert fit("a\udcff", "report.md") == "a\udcff"
+    assert fit("a\udcff\n" * 400, "report.md", 600).startswith("a?\n")
+
+
 def test_brackets_past_all_bounds_are_no_traceback(tmp_path: Path) -> None:
     (tmp_path / "report.json").write_text('{"a":' * 200_000)
     with pytest.raises(NarrowgateError, match=r"report\.json.*: not"):
